@@ -1,0 +1,95 @@
+"""The catalogue of everything that can stop the gate: one class per failure.
+
+A message has three parts: what happened, the likely cause, and the command to try next.
+"""
+
+from __future__ import annotations
+
+EXIT_CODES = {
+    0: "passed",
+    1: "a regression failed, hung or was incomplete",
+    2: "usage: the command line is wrong",
+    3: "this machine or environment cannot run the gate",
+    4: "the wheel was rejected by the audit",
+    5: "evidence is missing, stale or altered",
+    6: "the index refused the upload or holds other bytes",
+    130: "interrupted",
+}
+
+
+class GateError(Exception):
+    """A failure the user can act on.
+
+    Args:
+        what: one sentence saying what happened.
+        cause: the likely cause, or "" where ``what`` already says it.
+        next_step: a command or action to try, or "".
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, cause: str = "", next_step: str = "") -> None:
+        self.what, self.cause, self.next_step = what, cause, next_step
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.cause:
+            lines.append(f"  cause: {self.cause}")
+        if self.next_step:
+            lines.append(f"  next:  {self.next_step}")
+        return "\n".join(lines)
+
+
+class RegressionFailed(GateError):
+    """A test failed, was skipped, went missing, hung or crashed."""
+
+    exit_code = 1
+
+
+class IdentityMismatch(GateError):
+    """A test process imported other files than those of the wheel under test."""
+
+    exit_code = 1
+
+
+class UsageFailure(GateError):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = 2
+
+
+class MachineUnfit(GateError):
+    """The machine lacks what the profile needs."""
+
+    exit_code = 3
+
+
+class EnvironmentFailed(GateError):
+    """The clean environment could not be made or is not clean."""
+
+    exit_code = 3
+
+
+class WheelRejected(GateError):
+    """The static audit found something wrong with the wheel."""
+
+    exit_code = 4
+
+
+class EvidenceRejected(GateError):
+    """Evidence is missing, stale or does not match the bytes."""
+
+    exit_code = 5
+
+
+class IndexRefused(GateError):
+    """The package index refused the upload or holds other bytes under that name."""
+
+    exit_code = 6
+
+
+class Interrupted(GateError):
+    """A signal asked the gate to stop."""
+
+    exit_code = 130

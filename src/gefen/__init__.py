@@ -1,0 +1,1 @@
+"""AdamW and Muon at about one byte of optimizer state per parameter."""

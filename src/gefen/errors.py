@@ -1,0 +1,29 @@
+"""Every exception this package raises on purpose.
+
+Each derives from :class:`GefenError` and from the built-in exception that code written for
+``torch.optim`` would expect, so both ``except GefenError`` and ``except ValueError`` work.
+"""
+
+
+class GefenError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class InvalidArgumentError(GefenError, ValueError):
+    """A hyperparameter or constructor argument is outside its documented range."""
+
+
+class UnsupportedParameterError(GefenError, ValueError):
+    """A parameter or gradient cannot be optimized; the message names it and says why."""
+
+
+class UnsupportedFeatureError(GefenError, NotImplementedError):
+    """A documented option that this version does not implement was asked for."""
+
+
+class CheckpointError(GefenError, ValueError):
+    """A state dict is truncated, foreign or does not match; nothing was loaded."""
+
+
+class ShardedStepError(GefenError, RuntimeError):
+    """Base of the errors that every rank of a connected component raises together."""
