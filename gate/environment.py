@@ -1,0 +1,208 @@
+"""The clean environment a wheel is installed into: a cached torch layer, the wheel, nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from gate import layer
+from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
+from gate.runner import Runner, checked
+
+HARNESS = Path(__file__).parent / "harness"
+CONSTRAINTS = Path(__file__).parent.parent / "ci" / "constraints.txt"
+TEST_LAYER = ("torch", "numpy", "pytest")
+GRAFT_FILE = "_gate_layer.pth"
+# What a GPU run needs to see of the machine; everything else stays outside.
+PASSED_ON = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
+PASSED_ON_PREFIXES = ("NVIDIA_", "NCCL_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A virtual environment that only this gate run uses.
+
+    ``root`` holds the environment itself and ``home``, ``tmp`` and ``cwd`` folders for the
+    processes that run in it. ``layers`` are the read-only directories below the wheel's own.
+    """
+
+    root: Path
+    layers: tuple[Path, ...]
+    variables: Mapping[str, str] = field(repr=False)
+
+    @property
+    def python(self) -> Path:
+        """The environment's interpreter."""
+        return self.root / "venv" / "bin" / "python"
+
+    @property
+    def site(self) -> Path:
+        """Where the wheel is installed."""
+        return layer.site_packages(self.root / "venv")
+
+    @property
+    def cwd(self) -> Path:
+        """An empty, neutral working directory."""
+        return self.root / "cwd"
+
+
+def torch_requirement(spec: str) -> str:
+    """Return ``spec`` (``2.13.0``, ``torch==2.13.0``, ``>=2.12``) as a requirement on torch.
+
+    Raises:
+        UsageFailure: it is not a requirement on torch.
+    """
+    text = f"torch=={spec}" if re.match(r"\d", spec) else spec
+    text = f"torch{text}" if text[:1] in "<>=!~" else text
+    try:
+        if Requirement(text).name == "torch":
+            return text
+    except InvalidRequirement:
+        pass
+    raise UsageFailure(
+        f"--torch {spec!r} is not a requirement on torch.",
+        next_step="use a version or a specifier: --torch 2.13.0, --torch 'torch>=2.12'",
+    )
+
+
+def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> layer.Recipe:
+    """Return the layer that a wheel with these ``Requires-Dist`` lines needs.
+
+    Everything comes at the pinned version where there is one, so that the layer is the same
+    for every wheel whose requirements the pins already meet.
+    """
+    pins = [line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines()]
+    wanted = {Requirement(name).name: name for name in TEST_LAYER}
+    if torch:
+        wanted["torch"] = torch
+        pins = [pin for pin in pins if not pin.startswith("torch==")]
+    for text in requires_dist:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            raise WheelRejected(f"Requires-Dist: {text}: {error}") from None
+        marker = requirement.marker
+        if requirement.name not in wanted and (not marker or marker.evaluate({"extra": ""})):
+            wanted[requirement.name] = text
+    return layer.Recipe(
+        python=python,
+        requirements=tuple(wanted.values()),
+        constraints=tuple(pin for pin in pins if pin),
+    )
+
+
+@contextmanager
+def clean_environment(
+    *,
+    python: Path,
+    torch: str | None,
+    site: Path | None,
+    requires_dist: tuple[str, ...],
+    runner: Runner,
+    fresh: bool,
+) -> Iterator[Environment]:
+    """Make an environment, and remove it afterwards.
+
+    Args:
+        site: an existing site-packages directory with torch, numpy and pytest, used in place of
+            a cached layer (nothing is downloaded then).
+
+    Raises:
+        EnvironmentFailed: it could not be made.
+    """
+    root = Path(tempfile.mkdtemp(prefix="gate-")).resolve()
+    try:
+        for name in ("home", "tmp", "cwd", "logs"):
+            (root / name).mkdir()
+        below = (
+            _grafted(site)
+            if site
+            else layer.provide(
+                recipe(python, torch, requires_dist),
+                runner=runner,
+                workdir=root / "logs",
+                fresh=fresh,
+            )
+        )
+        layers = (below, root / "harness")
+        environment = Environment(root=root, layers=layers, variables=_variables(root))
+        _create(environment, python, runner)
+        yield environment
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def install(environment: Environment, wheel: Path, runner: Runner) -> None:
+    """Install exactly this wheel file: no index, no dependencies, nothing replaced.
+
+    Raises:
+        WheelRejected: pip refuses the wheel.
+    """
+    outcome = runner.run(
+        [
+            *(sys.executable, "-sBm", "pip", "--python", environment.python),
+            *("install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", wheel),
+        ],
+        env={**environment.variables, "PIP_CONFIG_FILE": os.devnull},
+        cwd=environment.cwd,
+        log=environment.root / "logs" / "install.log",
+        timeout=300,
+    )
+    if not outcome.ok:
+        raise WheelRejected(
+            f"pip could not install {wheel.name}: {outcome.describe()}.\n{outcome.tail()}",
+            next_step=f"try: {environment.python.name} -m pip install --no-deps {wheel.name}",
+        )
+
+
+def _grafted(site: Path) -> Path:
+    if missing := [name for name in TEST_LAYER if not (site / name).is_dir()]:
+        raise EnvironmentFailed(
+            f"--site {site} lacks {', '.join(missing)}.",
+            cause="--site needs a site-packages directory that holds the whole test layer",
+            next_step="install the missing packages there, or leave --site out",
+        )
+    return site.resolve()
+
+
+def _variables(root: Path) -> dict[str, str]:
+    seen = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)
+    }
+    return {
+        **seen,
+        "PATH": os.defpath,
+        "HOME": str(root / "home"),
+        "TMPDIR": str(root / "tmp"),
+        "LANG": "C.UTF-8",
+        # Ranks talk over loopback, whatever the host name resolves to.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+
+
+def _create(environment: Environment, python: Path, runner: Runner) -> None:
+    outcome = runner.run(
+        [python, "-Im", "venv", "--without-pip", environment.root / "venv"],
+        env={"PATH": os.defpath},
+        cwd=environment.cwd,
+        log=environment.root / "logs" / "venv.log",
+        timeout=120,
+    )
+    checked(outcome, f"Could not make a virtual environment with {python}")
+    # A copy, since the gate's own folder would make the checkout importable.
+    shutil.copytree(HARNESS, environment.root / "harness", ignore=lambda *_: {"__pycache__"})
+    lines = "".join(f"{path}\n" for path in environment.layers)
+    (environment.site / GRAFT_FILE).write_text(lines)

@@ -1,0 +1,100 @@
+"""Runs inside the environment under test: proof of identity, inventory, completion records.
+
+A pytest plugin (``-p gate_harness``). Every pytest process, single or a rank, writes into
+``GATE_RECORDS``: a JUnit file, whose test cases carry their node ids, and when it has finished a
+record with its identity. Uses nothing of the wheel and nothing but the standard library and
+pytest.
+"""
+
+import faulthandler
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import pytest
+
+RECORDS = Path(os.environ["GATE_RECORDS"])
+RANK = os.environ.get("RANK", "0")
+PACKAGE = os.environ["GATE_PACKAGE"]
+DISTRIBUTION = os.environ["GATE_DISTRIBUTION"]
+
+
+def record(name, facts):
+    part = RECORDS / f"{name}-{RANK}.part"
+    part.write_text(json.dumps(facts))
+    part.replace(RECORDS / f"{name}-{RANK}.json")
+
+
+def identity_problems():
+    """Return what speaks against the loaded package being the wheel's, as sentences."""
+    site = Path(os.environ["GATE_SITE"]).resolve()
+    distribution = importlib.metadata.distribution(DISTRIBUTION)
+    expected = {
+        Path(distribution.locate_file(file)).resolve(): file.hash
+        for file in distribution.files or ()
+        if file.hash
+    }
+    problems = [
+        f"{path} does not match the wheel's RECORD"
+        for path, digest in expected.items()
+        if path.is_relative_to(site / PACKAGE)
+        and (not path.exists() or encoded(path, digest.mode) != digest.value)
+    ]
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] == PACKAGE:
+            origin = getattr(module, "__file__", None)
+            if origin is None or Path(origin).resolve() not in expected:
+                problems.append(f"{name} was imported from {origin}, not from the wheel")
+    return problems + path_problems()
+
+
+def path_problems():
+    """Return the import path's entries that lie outside the environment."""
+    allowed = [Path(entry).resolve() for entry in os.environ["GATE_PATH"].split(os.pathsep)]
+    allowed.append(Path(sys.base_prefix).resolve())
+    return [
+        f"{entry} is on the import path"
+        for entry in sys.path
+        if entry and not any(Path(entry).resolve().is_relative_to(root) for root in allowed)
+    ]
+
+
+def encoded(path, algorithm):
+    digest = hashlib.new(algorithm, path.read_bytes()).digest()
+    return urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    stacks = open(RECORDS / f"stacks-{RANK}.txt", "w")  # noqa: SIM115 - open until the end
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    (RECORDS / f"pid-{RANK}").write_text(str(os.getpid()))
+    config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
+
+
+def pytest_collection_finish(session):
+    __import__(PACKAGE)
+    for item in session.items:
+        item.user_properties.append(("nodeid", item.nodeid))
+    record("inventory", [item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if hasattr(report, "wasxfail"):
+        report.user_properties.append(("wasxfail", report.wasxfail or "expected failure"))
+
+
+def pytest_sessionfinish(session, exitstatus):
+    record(
+        "finished",
+        {
+            "exitstatus": int(exitstatus),
+            "identity_problems": identity_problems(),
+        },
+    )

@@ -1,0 +1,192 @@
+"""The only place that starts processes.
+
+Every command is printed, gets exactly the environment it is given, runs below a supervisor that
+leaves no process behind, and is bounded in time and in output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gate.errors import EnvironmentFailed
+
+SUPERVISOR = Path(__file__).parent / "harness" / "supervise.py"
+POLL_SECONDS = 0.05
+OUTPUT_LIMIT = 64 * 2**20
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a command ended.
+
+    ``returncode`` is negative for a signal, as in subprocess, and None where the command was
+    stopped. ``stopped`` says why ("" if it ended by itself).
+    """
+
+    command: tuple[str, ...]
+    returncode: int | None
+    stopped: str
+    survivors: tuple[str, ...]
+    log: Path
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command ended by itself, successfully, leaving nothing running."""
+        return self.returncode == 0 and not self.stopped and not self.survivors
+
+    def describe(self) -> str:
+        """Return one sentence about how the command ended."""
+        if self.stopped:
+            return self.stopped
+        if self.returncode is None:
+            return "its supervisor was killed"
+        if self.returncode < 0:
+            return f"killed by {signal.Signals(-self.returncode).name}"
+        if self.returncode:
+            return f"exit status {self.returncode}"
+        if self.survivors:
+            return f"left {len(self.survivors)} process(es) running: {self.survivors[0]}"
+        return "passed"
+
+    def output(self) -> str:
+        """Return everything the command printed."""
+        return self.log.read_text(errors="replace")
+
+    def tail(self) -> str:
+        """Return the last lines the command printed."""
+        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Starts commands.
+
+    Args:
+        verbose: echo the commands and their output while they run.
+        on_tick: called many times a second while a command runs (for a progress display).
+    """
+
+    verbose: bool = False
+    on_tick: Callable[[], None] = lambda: None
+
+    def run(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        timeout: float,
+        on_timeout: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Run ``command`` to its end, but no longer than ``timeout`` seconds.
+
+        Args:
+            env: the whole environment of the command.
+            log: file that receives standard output and error.
+            on_timeout: called before a command that ran too long is killed.
+
+        Raises:
+            EnvironmentFailed: the command could not be started.
+        """
+        words = tuple(os.fspath(word) for word in command)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if self.verbose:
+            print(f"+ {shlex.join(words)}", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        result = log.with_name(log.name + ".result")
+        result.unlink(missing_ok=True)
+        reading, lifeline = os.pipe()
+        try:
+            with log.open("wb") as output:
+                supervisor = subprocess.Popen(
+                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[reading],
+                    start_new_session=True,
+                )
+            try:
+                stopped = self._watch(supervisor, log, started + timeout, timeout, on_timeout)
+            finally:
+                os.close(lifeline)
+                lifeline = -1
+                supervisor.wait()
+        finally:
+            os.close(reading)
+            if lifeline >= 0:
+                os.close(lifeline)
+        return self._outcome(words, result, log, stopped, time.monotonic() - started)
+
+    def _watch(
+        self,
+        supervisor: subprocess.Popen[bytes],
+        log: Path,
+        deadline: float,
+        timeout: float,
+        on_timeout: Callable[[], None],
+    ) -> str:
+        """Wait for the end; return why the command has to be stopped, or ""."""
+        with log.open("rb") as output:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    supervisor.wait(POLL_SECONDS)
+                if self.verbose:
+                    sys.stderr.write(output.read().decode(errors="replace"))
+                self.on_tick()
+                if supervisor.returncode is not None:
+                    return ""
+                if time.monotonic() > deadline:
+                    on_timeout()
+                    return f"hung: killed after {timeout:g} s"
+                if log.stat().st_size > OUTPUT_LIMIT:
+                    return f"killed: printed more than {OUTPUT_LIMIT >> 20} MiB"
+
+    @staticmethod
+    def _outcome(
+        words: tuple[str, ...], result: Path, log: Path, stopped: str, seconds: float
+    ) -> Outcome:
+        found = {"returncode": None, "survivors": []}
+        with suppress(FileNotFoundError):
+            found = json.loads(result.read_text())
+            result.unlink()
+        if "error" in found:
+            raise EnvironmentFailed(f"Could not start {words[0]}: {found['error']}.")
+        return Outcome(
+            command=words,
+            returncode=None if stopped else found["returncode"],
+            stopped=stopped,
+            survivors=tuple(found["survivors"]),
+            log=log,
+            seconds=seconds,
+        )
+
+
+def checked(outcome: Outcome, what: str, *, cause: str = "", next_step: str = "") -> Outcome:
+    """Return ``outcome`` if it is ok.
+
+    Raises:
+        EnvironmentFailed: otherwise, with the tail of the output.
+    """
+    if not outcome.ok:
+        raise EnvironmentFailed(
+            f"{what}: {outcome.describe()}.\n{outcome.tail()}",
+            cause=cause,
+            next_step=next_step or f"read {outcome.log}",
+        )
+    return outcome
