@@ -5,6 +5,8 @@ A message has three parts: what happened, the likely cause, and the command to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_CODES = {
     0: "passed",
     1: "a regression failed, hung or was incomplete",
@@ -71,13 +73,32 @@ class EnvironmentFailed(GateError):
     exit_code = 3
 
 
-class WheelRejected(GateError):
+class _Listing(GateError):
+    """A failure with several findings, of which the message shows the first hundred.
+
+    Args:
+        what: one sentence saying what happened.
+        findings: every single thing that is wrong, one line each.
+        next_step: a command or action to try, or "".
+    """
+
+    shown = 100
+
+    def __init__(self, what: str, *, findings: Sequence[str] = (), next_step: str = "") -> None:
+        self.findings = tuple(findings)
+        lines = [what, *(f"  - {finding}" for finding in self.findings[: self.shown])]
+        if len(self.findings) > self.shown:
+            lines.append(f"  - and {len(self.findings) - self.shown} more")
+        super().__init__("\n".join(lines), next_step=next_step)
+
+
+class WheelRejected(_Listing):
     """The static audit found something wrong with the wheel."""
 
     exit_code = 4
 
 
-class EvidenceRejected(GateError):
+class EvidenceRejected(_Listing):
     """Evidence is missing, stale or does not match the bytes."""
 
     exit_code = 5
@@ -93,3 +114,9 @@ class Interrupted(GateError):
     """A signal asked the gate to stop."""
 
     exit_code = 130
+
+
+class BuildFailed(GateError):
+    """The wheel could not be built, or not twice with the same bytes."""
+
+    exit_code = 3

@@ -1,0 +1,101 @@
+"""Look at a wheel without running any of it, and accept or reject it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gate.archive import BadArchive, open_archive, printable
+from gate.errors import WheelRejected
+from gate.policy import AuditPolicy
+from gate.rules import RULES
+from gate.scan import Facts, scan
+from gate.wheels import Wheel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What an accepted wheel holds.
+
+    Attributes:
+        sha256: digest of the wheel file, in hexadecimal.
+        file_size: bytes of the wheel file.
+        unpacked: bytes of all its files once unpacked.
+        members: how many files it holds.
+        tags: its compatibility tags, sorted.
+        requires_python: the specifier it gives, or "".
+        requires_dist: the requirements it declares, in its order.
+        top_levels: what it puts directly into site-packages, sorted.
+        archs: GPU architectures embedded, such as ``sm_90`` and ``compute_121``, sorted.
+        entry_points: its entry points as ``group:name``, sorted.
+        checks: one line for each rule passed, ``rule: what was found``.
+    """
+
+    sha256: str
+    file_size: int
+    unpacked: int
+    members: int
+    tags: tuple[str, ...]
+    requires_python: str
+    requires_dist: tuple[str, ...]
+    top_levels: tuple[str, ...]
+    archs: tuple[str, ...]
+    entry_points: tuple[str, ...]
+    checks: tuple[str, ...]
+
+
+def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | None = None) -> Audit:
+    """Check a wheel against every rule.
+
+    Args:
+        wheel: the wheel; only its private copy is read.
+        policy: what its distribution must carry, or None for the generic rules only.
+        source: the repository it was built from, to compare contents with; compared only where
+            the policy names a source folder.
+
+    Raises:
+        WheelRejected: with all findings, each ``rule: what``, in the order of the rules.
+    """
+    try:
+        with open_archive(wheel.copy) as archive:
+            facts = scan(wheel, archive, policy, source)
+    except BadArchive as error:
+        raise _rejected(wheel, [f"zip: {error}"]) from error
+    findings, checks = _judge(facts)
+    if findings:
+        raise _rejected(wheel, findings)
+    metadata = facts.metadata
+    return Audit(
+        sha256=wheel.sha256,
+        file_size=facts.file_size,
+        unpacked=facts.unpacked,
+        members=len(facts.contents),
+        tags=tuple(sorted(map(str, facts.tags))),
+        requires_python=str(metadata.requires_python or "") if metadata else "",
+        requires_dist=tuple(map(str, metadata.requires_dist or ())) if metadata else (),
+        top_levels=facts.top_levels,
+        archs=facts.archs,
+        entry_points=tuple(sorted(facts.entry_points)),
+        checks=tuple(checks),
+    )
+
+
+def _judge(facts: Facts) -> tuple[list[str], list[str]]:
+    findings: list[str] = []
+    checks: list[str] = []
+    for rule in RULES:
+        found = [*facts.problems.get(rule.name, []), *rule.check(facts)]
+        # The same fact can be seen twice, as by METADATA's own checks and ours.
+        findings.extend(f"{rule.name}: {printable(what)}" for what in dict.fromkeys(found))
+        if not found:
+            checks.append(f"{rule.name}: {printable(rule.passed(facts))}")
+    return findings, checks
+
+
+def _rejected(wheel: Wheel, findings: list[str]) -> WheelRejected:
+    count = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
+    return WheelRejected(
+        f"{printable(wheel.filename)} was rejected by the audit: {count}",
+        findings=findings,
+        next_step=f"fix the build and repeat: python -m gate inspect {wheel.path}",
+    )

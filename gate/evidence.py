@@ -1,0 +1,350 @@
+"""Evidence folders: write, revoke and verify statements about wheels."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mimetypes
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gate.archive import printable
+from gate.errors import EnvironmentFailed, EvidenceRejected, GateError, UsageFailure
+from gate.statement import BadStatement, Statement, descriptor, document, parse
+from gate.wheels import Wheel, sha256_of
+
+FOLDER = "statements"
+SUFFIX = ".intoto.json"
+_MAX_NAME_BYTES = 255
+_MAX_STATEMENT_BYTES = 64 * 1024**2
+_CACHES = ("__pycache__", ".pytest_cache", ".hypothesis")
+
+
+def suite_digest(folder: Path) -> str:
+    """Digest, in hexadecimal, of the names and contents of all files of a regression suite.
+
+    Caches are left out; otherwise two folders have the same digest if they hold the same files.
+
+    Raises:
+        UsageFailure: the folder holds no file.
+    """
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    )
+    names = [name for name in names if not set(name.split("/")) & set(_CACHES)]
+    if not names:
+        raise UsageFailure(f"no regression suite in {folder}")
+    lines = (f"{sha256_of(folder / name)} {json.dumps(name)}\n" for name in names)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def environment_id(environment: Mapping[str, Any]) -> str:
+    """A short name for an environment: its ``id``, or its versions of torch and Python."""
+    versions = f"torch{environment.get('torch', '')}-py{environment.get('python', '')}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", str(environment.get("id") or versions))[:60]
+
+
+def write_statement(
+    directory: Path,
+    *,
+    wheel: Wheel,
+    profile: str,
+    environment: Mapping[str, Any],
+    suite_digest: str,
+    commit: str | None,
+    executed_archs: Iterable[str],
+    embedded_archs: Iterable[str],
+    passed_tests: Sequence[str],
+    files: Sequence[Path],
+    started: str,
+    finished: str,
+) -> Path:
+    """Write, in one step, the statement that all tests passed against a wheel.
+
+    Args:
+        directory: the evidence folder.
+        wheel: the wheel tested.
+        profile: what was run: cpu, gpu or multi-gpu.
+        environment: JSON-compatible facts (torch, python, driver, gpus, ...).
+        suite_digest: :func:`suite_digest` of the tests that were run.
+        commit: git commit of the checkout, or None outside one.
+        executed_archs: GPU architectures whose code ran.
+        embedded_archs: GPU architectures that the wheel carries.
+        passed_tests: ids of all tests; all of them passed.
+        files: reports and logs inside ``directory`` to bind by their digest.
+        started: when the run began, in RFC 3339.
+        finished: when it ended, in RFC 3339.
+
+    Returns:
+        The path of the statement, below ``directory / "statements"``.
+
+    Raises:
+        ValueError: there is no test or one comes twice, or a file lies outside the folder.
+        EnvironmentFailed: the statement cannot be written.
+    """
+    if not passed_tests or len(set(passed_tests)) != len(passed_tests):
+        raise ValueError("a statement needs the ids of the tests that passed, each once")
+    run = {
+        "profile": profile,
+        "environment": dict(environment),
+        "environmentId": environment_id(environment),
+        "executedArchs": sorted(executed_archs),
+        "embeddedArchs": sorted(embedded_archs),
+        "started": started,
+        "finished": finished,
+    }
+    others = [descriptor("tests/regression", {"sha256": suite_digest}, "suite")]
+    if commit:
+        others.append(descriptor("source", {"gitCommit": commit}, "source"))
+    others.extend(_bound(directory, path) for path in files)
+    text = document(
+        filename=wheel.filename,
+        sha256=wheel.sha256,
+        run=run,
+        others=others,
+        passed_tests=passed_tests,
+    )
+    path = statement_path(directory, wheel, profile, environment)
+    _write(path, text)
+    return path
+
+
+def _bound(directory: Path, path: Path) -> dict[str, Any]:
+    name = path.resolve().relative_to(directory.resolve()).as_posix()
+    bound = descriptor(name, {"sha256": sha256_of(path)}, "file")
+    media_type = mimetypes.guess_type(name)[0]
+    return {**bound, "mediaType": media_type} if media_type else bound
+
+
+def statement_path(
+    directory: Path, wheel: Wheel, profile: str, environment: Mapping[str, Any]
+) -> Path:
+    """Where the statement on a wheel, a profile and an environment goes.
+
+    The digest is part of the name, so that evidence of two builds of one version can coexist.
+    """
+    tail = f".{wheel.sha256[:12]}.{profile}.{environment_id(environment)}{SUFFIX}"
+    stem = wheel.filename
+    while len((stem + tail).encode()) > _MAX_NAME_BYTES:
+        stem = stem[:-1]
+    return directory / FOLDER / (stem + tail)
+
+
+def revoke(directory: Path, *, wheel: Wheel, profile: str, environment: Mapping[str, Any]) -> None:
+    """Remove the statement that an earlier run left on the same wheel, profile, environment.
+
+    Raises:
+        EnvironmentFailed: it is there and cannot be removed.
+    """
+    path = statement_path(directory, wheel, profile, environment)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentFailed(f"cannot remove {path}: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that it is there completely or not at all, even if the power fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+                file.write(text)
+                file.flush()
+                os.fchmod(descriptor, 0o644)
+                os.fsync(descriptor)
+            Path(part).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(part).unlink()
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"cannot write {path}: {error.strerror}",
+            next_step="free some space or choose another folder with --evidence",
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A wheel whose evidence holds.
+
+    Attributes:
+        path: the file that was verified.
+        filename: the name that the evidence is about.
+        sha256: digest of its bytes, in hexadecimal.
+        statements: the statements that hold, sorted by profile and environment.
+    """
+
+    path: Path
+    filename: str
+    sha256: str
+    statements: tuple[Statement, ...]
+
+    @property
+    def profiles(self) -> frozenset[str]:
+        """The profiles that passed against these bytes."""
+        return frozenset(statement.profile for statement in self.statements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Folder:
+    """What an evidence folder holds."""
+
+    path: Path
+    statements: tuple[Statement, ...]
+    broken: tuple[tuple[Path, BadStatement], ...]
+
+
+def verify(
+    wheels: Sequence[Path | Wheel],
+    *,
+    evidence: Path,
+    require: Sequence[str] = (),
+    suite_digest: str | None = None,
+) -> list[Verified]:
+    """Check that the evidence folder covers exactly these bytes.
+
+    Only the bytes and the name of a wheel are looked at, so a damaged one is refused as well.
+
+    Args:
+        wheels: files, or resolved wheels (of which the private copy is read again).
+        evidence: the evidence folder.
+        require: profiles that each wheel needs; with none, any statement is enough.
+        suite_digest: digest of today's tests; statements on other tests are stale. None accepts
+            all.
+
+    Raises:
+        EvidenceRejected: with one reason for each wheel that lacks evidence.
+        UsageFailure: there is no wheel, or one cannot be read.
+    """
+    if not wheels:
+        raise UsageFailure("there is no wheel to verify")
+    folder = _read_folder(evidence)
+    verified: list[Verified] = []
+    findings: list[str] = []
+    for wheel in wheels:
+        path = wheel.path if isinstance(wheel, Wheel) else wheel
+        try:
+            verified.append(_verified(wheel, folder, require, suite_digest))
+        except BadStatement as error:
+            findings.append(printable(f"{path.name}: {error.reason}"))
+    if findings:
+        raise EvidenceRejected(
+            f"evidence in {evidence} does not cover {len(findings)} of {len(wheels)} wheels",
+            findings=findings,
+            next_step="gate these bytes: python -m gate run --wheel ...",
+        )
+    return verified
+
+
+def _read_folder(evidence: Path) -> _Folder:
+    statements: list[Statement] = []
+    broken: list[tuple[Path, BadStatement]] = []
+    for path in sorted((evidence / FOLDER).glob(f"*{SUFFIX}")):
+        try:
+            statements.append(parse(path, _statement_bytes(path)))
+        except BadStatement as error:
+            broken.append((path, error))
+    statements.sort(key=lambda s: (s.profile, s.environment_id, s.path))
+    return _Folder(path=evidence, statements=tuple(statements), broken=tuple(broken))
+
+
+def _statement_bytes(path: Path) -> bytes:
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_STATEMENT_BYTES:
+            raise BadStatement("is no file of a sensible size")
+        return path.read_bytes()
+    except OSError as error:
+        raise BadStatement(f"cannot be read: {error.strerror}") from error
+
+
+def _verified(
+    wheel: Path | Wheel, folder: _Folder, require: Sequence[str], suite: str | None
+) -> Verified:
+    """Verify one wheel; the reason against it is raised as a BadStatement."""
+    names: tuple[str, ...]
+    if isinstance(wheel, Wheel):
+        path, names, digest = wheel.path, (wheel.filename,), sha256_of(wheel.copy)
+    else:
+        path, names, digest = wheel, (wheel.name, wheel.resolve().name), sha256_of(wheel)
+    for broken, error in folder.broken:
+        if error.claimed == digest or f".{digest[:12]}." in broken.name:
+            raise BadStatement(f"{broken.name} {error.reason}")
+    mine = [statement for statement in folder.statements if statement.sha256 == digest]
+    if not mine:
+        raise BadStatement(_none_found(folder, names, digest))
+    for statement in mine:
+        for problem in _problems(statement, folder.path, names):
+            raise BadStatement(f"{statement.path.name} {problem}")
+    fresh = [s for s in mine if suite is None or s.suite_digest == suite]
+    covered = {statement.profile for statement in fresh}
+    missing = [profile for profile in require if profile not in covered]
+    if missing or not fresh:
+        raise BadStatement(_not_covered(mine, fresh, missing))
+    return Verified(path=path, filename=mine[0].filename, sha256=digest, statements=tuple(fresh))
+
+
+def _none_found(folder: _Folder, names: Sequence[str], digest: str) -> str:
+    if not folder.path.is_dir():
+        return f"no evidence: {folder.path} does not exist"
+    others = sorted({s.sha256 for s in folder.statements if s.filename in names})
+    if others:
+        return (
+            f"evidence is for other bytes: this file has sha256 {digest}, "
+            f"evidence is for {', '.join(others)}"
+        )
+    unreadable = f", and {len(folder.broken)} unreadable statements" if folder.broken else ""
+    return f"no evidence for sha256 {digest}{unreadable}"
+
+
+def _not_covered(
+    mine: Sequence[Statement], fresh: Sequence[Statement], missing: Sequence[str]
+) -> str:
+    stale = sorted({statement.profile for statement in mine if statement not in fresh})
+    reasons = []
+    if absent := [profile for profile in missing if profile not in stale]:
+        there = sorted({statement.profile for statement in mine})
+        reasons.append(f"lacks profile {', '.join(absent)} (there is {', '.join(there)})")
+    if old := [profile for profile in stale if profile in missing or not fresh]:
+        reasons.append(f"stale for profile {', '.join(old)}: the tests changed since")
+    return "; ".join(reasons)
+
+
+def _problems(statement: Statement, evidence: Path, names: Sequence[str]) -> Iterator[str]:
+    if statement.filename not in names:
+        yield f"is for a file called {statement.filename}"
+    for name, expected in statement.files.items():
+        path = evidence / name
+        if _leads_out(name, path, evidence):
+            yield f"binds {name}, which lies outside the evidence folder"
+            continue
+        try:
+            if sha256_of(path) != expected:
+                yield f"binds {name}, which was altered"
+        except GateError:
+            yield f"binds {name}, which is missing or cannot be read"
+
+
+def _leads_out(name: str, path: Path, evidence: Path) -> bool:
+    if "\\" in name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
+        return True
+    return not path.resolve().is_relative_to(evidence.resolve())

@@ -1,0 +1,152 @@
+"""What ``[tool.gate]`` in pyproject.toml asks of wheels and of releases."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from gate.errors import UsageFailure
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROFILES = ("cpu", "gpu", "multi-gpu")
+_ARCH = re.compile(r"(sm|compute)_\d+[af]?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditPolicy:
+    """What a wheel of one distribution must carry, beyond what every wheel must.
+
+    Attributes:
+        package: the only top-level package the wheel may install.
+        resources: member names or patterns (``*`` matches any characters, ``/`` too); each must
+            match at least one file, and all matches but ``py.typed`` must have content.
+        cuda_archs: exactly the architectures embedded as cubins (``sm_90``) and PTX
+            (``compute_121``).
+        max_bytes: ceiling for the size of the wheel file.
+        entry_points: the entry points it may declare, each as ``group:name``.
+        source: folder, relative to the repository, that mirrors the package; None where the
+            wheel's files are not compared with a source tree.
+        built: patterns of files that a build makes and the source tree may lack.
+    """
+
+    package: str
+    resources: tuple[str, ...] = ()
+    cuda_archs: frozenset[str] = frozenset()
+    max_bytes: int
+    entry_points: frozenset[str] = frozenset()
+    source: str | None = None
+    built: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The whole of ``[tool.gate]``.
+
+    Attributes:
+        audits: what the audit asks, by normalised name of the distribution.
+        publish: the profiles whose evidence a package index requires, by the index's name.
+    """
+
+    audits: Mapping[str, AuditPolicy] = field(default_factory=dict)
+    publish: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def audit_of(self, distribution: str) -> AuditPolicy | None:
+        """The policy of a distribution; None where only the generic checks apply."""
+        return self.audits.get(canonicalize_name(distribution))
+
+
+def load(root: Path) -> Policy:
+    """Read ``[tool.gate]`` from ``root / "pyproject.toml"``.
+
+    Raises:
+        UsageFailure: the file is missing or malformed, or says something the gate does not know.
+    """
+    path = root / "pyproject.toml"
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise UsageFailure(
+            f"cannot read the gate's policy, {path}: {error.strerror}",
+            next_step="run the gate from a checkout of the repository",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageFailure(f"{path} is not valid TOML: {error}") from error
+    gate = _table(document.get("tool", {}), "gate", "tool")
+    audits = _table(gate, "audit", "tool.gate")
+    publish = _table(gate, "publish", "tool.gate")
+    return Policy(
+        audits={canonicalize_name(name): _audit(audits, name) for name in audits},
+        publish={name: _profiles(publish, name) for name in publish},
+    )
+
+
+def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
+    where = f"tool.gate.audit.{name}"
+    table = _table(audits, name, "tool.gate.audit")
+    known = {"package", "resources", "cuda-archs", "max-bytes", "entry-points", "source", "built"}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise _bad(f"{where}.{unknown[0]}", f"unknown key; known are {', '.join(sorted(known))}")
+    package, source = table.get("package"), table.get("source")
+    max_bytes = table.get("max-bytes")
+    archs = _strings(table, "cuda-archs", where)
+    if not isinstance(package, str) or not package.isidentifier():
+        raise _bad(f"{where}.package", f"must be the name of a package, not {package!r}")
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise _bad(f"{where}.max-bytes", f"must be a positive number of bytes, not {max_bytes!r}")
+    if source is not None and not isinstance(source, str):
+        raise _bad(f"{where}.source", f"must be a folder, not {source!r}")
+    for arch in archs:
+        if not _ARCH.fullmatch(arch):
+            raise _bad(f"{where}.cuda-archs", f"{arch!r} is not like 'sm_90' or 'compute_121'")
+    return AuditPolicy(
+        package=package,
+        resources=_strings(table, "resources", where),
+        cuda_archs=frozenset(archs),
+        max_bytes=max_bytes,
+        entry_points=frozenset(_strings(table, "entry-points", where)),
+        source=source,
+        built=_strings(table, "built", where),
+    )
+
+
+def _profiles(publish: dict[str, Any], name: str) -> tuple[str, ...]:
+    profiles = _strings(publish, name, "tool.gate.publish")
+    where = f"tool.gate.publish.{name}"
+    if not profiles:
+        raise _bad(where, "must name at least one profile; publishing needs evidence")
+    for profile in profiles:
+        if profile not in PROFILES:
+            raise _bad(where, f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
+    return profiles
+
+
+def _table(parent: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    table = parent.get(key, {}) if isinstance(parent, dict) else None
+    if not isinstance(table, dict):
+        raise _bad(f"{where}.{key}", "must be a table")
+    return table
+
+
+def _strings(table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+        raise _bad(f"{where}.{key}", f"must be a list of strings, not {values!r}")
+    if len(set(values)) != len(values):
+        raise _bad(f"{where}.{key}", "names something twice")
+    return tuple(values)
+
+
+def _bad(where: str, why: str) -> UsageFailure:
+    return UsageFailure(f"pyproject.toml, {where}: {why}")
