@@ -19,6 +19,7 @@ STORED, DEFLATED = 0, 8
 MAX_MEMBERS = 200_000
 MAX_TOTAL = 2 * 1024**3
 CHUNK = 1024 * 1024
+_SLICE = 64 * 1024
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -91,10 +92,19 @@ class Archive:
 
     def stream(self, member: Member) -> Iterator[bytes]:
         """The member's bytes in bounded chunks; length and CRC are checked at the end."""
-        with memoryview(self.data) as whole:
-            view = whole[member.start : member.start + member.compressed]
-            with view:
-                yield from _checked(member, view)
+        inflate = member.method == DEFLATED
+        chunks = _inflate(member, self.data) if inflate else _stored(member, self.data)
+        size = crc = 0
+        for chunk in chunks:
+            size += len(chunk)
+            if size > member.size:
+                raise BadArchive(f"{member.name}: more than the {member.size} bytes declared")
+            crc = zlib.crc32(chunk, crc)
+            yield chunk
+        if size != member.size:
+            raise BadArchive(f"{member.name}: unpacks to {size} bytes, {member.size} declared")
+        if crc != member.crc:
+            raise BadArchive(f"{member.name}: CRC mismatch, the bytes are damaged")
 
 
 @contextmanager
@@ -260,11 +270,17 @@ def _large(name: str, extra: bytes, values: list[int]) -> list[int]:
     content = dict(_extras(name, extra)).get(_ZIP64_EXTRA)
     if content is None:
         return values
-    wanted = sum(value == _FULL32 for value in values)
-    if len(content) != 8 * wanted:
+    saturated = [index for index, value in enumerate(values) if value == _FULL32]
+    # Some builders repeat all values, also those that fit.
+    given = range(len(values)) if len(content) == 8 * len(values) else saturated
+    if len(content) != 8 * len(given):
         raise BadArchive(f"{name}: malformed zip64 extra field")
-    large = iter(struct.unpack(f"<{wanted}Q", content))
-    return [next(large) if value == _FULL32 else value for value in values]
+    result = list(values)
+    for index, large in zip(given, struct.unpack(f"<{len(given)}Q", content), strict=True):
+        if values[index] not in (_FULL32, large):
+            raise BadArchive(f"{name}: the zip64 extra field contradicts the header")
+        result[index] = large
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,40 +345,27 @@ def _descriptor(data: mmap.mmap, member: Member, position: int) -> int:
     raise BadArchive(f"{member.name}: its data descriptor is missing or disagrees")
 
 
-def _checked(member: Member, view: memoryview) -> Iterator[bytes]:
-    chunks = _inflate(member, view) if member.method == DEFLATED else _slices(view)
-    size = crc = 0
-    for chunk in chunks:
-        size += len(chunk)
-        if size > member.size:
-            raise BadArchive(
-                f"{member.name}: unpacks to more than the {member.size} bytes declared"
-            )
-        crc = zlib.crc32(chunk, crc)
-        yield chunk
-    if size != member.size:
-        raise BadArchive(f"{member.name}: unpacks to {size} bytes, {member.size} declared")
-    if crc != member.crc:
-        raise BadArchive(f"{member.name}: CRC mismatch, the bytes are damaged")
+def _stored(member: Member, data: mmap.mmap) -> Iterator[bytes]:
+    yield from _slices(data, member.start, member.start + member.compressed)
 
 
-def _slices(view: memoryview) -> Iterator[bytes]:
-    for position in range(0, len(view), CHUNK):
-        yield bytes(view[position : position + CHUNK])
+def _slices(data: mmap.mmap, start: int, end: int) -> Iterator[bytes]:
+    for position in range(start, end, _SLICE):
+        yield data[position : min(position + _SLICE, end)]
 
 
-def _inflate(member: Member, view: memoryview) -> Iterator[bytes]:
+def _inflate(member: Member, data: mmap.mmap) -> Iterator[bytes]:
     stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    # The last byte is fed alone, so that its unused bits can be looked at.
+    last = member.start + member.compressed - 1
     try:
-        # The last byte is fed alone, so that its unused bits can be looked at.
-        for compressed in _slices(view[:-1]):
+        for compressed in _slices(data, member.start, last):
             yield from _drain(stream, compressed)
-        if stream.eof or not len(view):
-            raise BadArchive(f"{member.name}: bytes after the end of the compressed data")
-        last = view[-1]
-        if _padding_is_set(stream, last):
+        if stream.eof or last < member.start:
+            raise BadArchive(f"{member.name}: its compressed data has no end or goes on after it")
+        if _padding_is_set(stream, data[last]):
             raise BadArchive(f"{member.name}: unused bits of the compressed data are set")
-        yield from _drain(stream, bytes([last]))
+        yield from _drain(stream, data[last : last + 1])
     except zlib.error as error:
         raise BadArchive(f"{member.name}: the compressed data is damaged ({error})") from error
     if not stream.eof or stream.unused_data:

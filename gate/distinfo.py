@@ -20,7 +20,7 @@ from pathlib import Path
 
 from packaging.errors import ExceptionGroup
 from packaging.metadata import Metadata
-from packaging.tags import Tag
+from packaging.tags import Tag, parse_tag
 from packaging.utils import BuildTag, InvalidName, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
@@ -29,14 +29,21 @@ UNLISTED = ("RECORD.jws", "RECORD.p7s")
 _SIZE = re.compile(r"0|[1-9][0-9]*")
 
 
-def metadata_of(data: bytes) -> tuple[Metadata | None, list[str]]:
-    """Parse METADATA; what is wrong with it comes second."""
+def metadata_of(data: bytes, *, strict: bool) -> tuple[Metadata | None, list[str]]:
+    """Parse METADATA; what is wrong with it comes second.
+
+    Unless ``strict``, fields newer than the Metadata-Version are let through: build tools write
+    them and indexes take them.
+    """
     try:
         return Metadata.from_email(data, validate=True), []
     except ExceptionGroup as group:
-        return None, sorted(_flat(str(error)) for error in group.exceptions)
+        problems = sorted(_flat(str(error)) for error in group.exceptions)
     except (ValueError, UnicodeDecodeError) as error:
-        return None, [_flat(str(error))]
+        problems = [_flat(str(error))]
+    if not strict and all("introduced in metadata version" in problem for problem in problems):
+        return Metadata.from_email(data, validate=False), []
+    return None, problems
 
 
 def _flat(text: str) -> str:
@@ -89,24 +96,32 @@ def _build_findings(given: list[str], build: BuildTag) -> Iterator[str]:
 
 
 def _tag_findings(given: list[str], tags: frozenset[Tag]) -> Iterator[str]:
-    expected = {str(tag) for tag in tags}
-    for tag, count in Counter(value.lower() for value in given).items():
+    listed = [str(tag) for value in given for tag in _parsed_tag(value)]
+    for tag, count in Counter(listed).items():
         if count > 1:
             yield f"WHEEL has Tag {tag} {count} times"
-        if tag not in expected:
-            yield f"WHEEL has Tag {tag}, the file name does not"
-    for tag in sorted(expected - {value.lower() for value in given}):
+    expected = {str(tag) for tag in tags}
+    for tag in sorted(set(listed) - expected):
+        yield f"WHEEL has Tag {tag}, the file name does not"
+    for tag in sorted(expected - set(listed)):
         yield f"the file name has tag {tag}, WHEEL does not"
+
+
+def _parsed_tag(value: str) -> list[Tag | str]:
+    """The tags a value stands for; some builders leave them compressed."""
+    try:
+        return list(parse_tag(value))
+    except ValueError:
+        return [value]
 
 
 def _purelib_findings(value: str, tags: frozenset[Tag]) -> Iterator[str]:
     pure = value.lower()
     if pure not in ("true", "false"):
         yield f"Root-Is-Purelib is {value!r}, not true or false"
-    any_platform = {tag.platform == "any" for tag in tags}
-    if pure == "true" and any_platform == {False}:
-        yield "Root-Is-Purelib is true, but the tags name a platform"
-    if pure == "false" and any_platform == {True}:
+    if pure == "true" and all(tag.abi != "none" for tag in tags):
+        yield "Root-Is-Purelib is true, but the tags name an ABI"
+    if pure == "false" and all(tag.platform == "any" for tag in tags):
         yield "Root-Is-Purelib is false, but the tags fit any platform"
 
 
@@ -193,7 +208,7 @@ def record_findings(
         if listed_size != str(size):
             yield f"{path}: is {size} bytes, RECORD says {listed_size or 'nothing'}"
     for path in rows:
-        if path not in found and path not in free:
+        if path not in found and path not in free and not path.endswith("/"):
             yield f"{path}: is listed in RECORD but missing from the wheel"
 
 

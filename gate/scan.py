@@ -173,7 +173,8 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
         except BadArchive as error:
             facts.problem("zip", str(error))
     if "METADATA" in facts.documents:
-        facts.metadata, findings = distinfo.metadata_of(facts.documents["METADATA"])
+        metadata, strict = facts.documents["METADATA"], facts.policy is not None
+        facts.metadata, findings = distinfo.metadata_of(metadata, strict=strict)
         facts.problem("metadata", *findings)
     if "RECORD" in facts.documents:
         record = facts.documents["RECORD"]

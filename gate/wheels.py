@@ -68,9 +68,9 @@ def resolve(
     wheels: list[Wheel] = []
     findings: list[str] = []
     seen: set[tuple[str, str]] = set()
-    for path in locate(values, base=base, option=option):
+    for number, path in enumerate(locate(values, base=base, option=option)):
         try:
-            wheel = _wheel(path, workdir / str(len(wheels)))
+            wheel = _wheel(path, workdir / str(number))
         except WheelRejected as error:
             findings.extend(error.findings)
             continue
@@ -115,9 +115,12 @@ def _located(value: str, base: Path, option: str) -> list[Path]:
     if path.is_symlink() and problem == errno.ENOENT:
         reason = f"a link to {printable(str(path.readlink()))}, which does not exist"
     hint = "pass a wheel file, a directory of wheels or a glob in quotes"
-    if value.startswith("~") and str(path) == str(base / value):
+    if value.startswith("~") and path == base / value:
         hint = f"there is no user {value.partition('/')[0][1:]!r}; ./{value} names a file"
-    raise UsageFailure(f"{option} {value!r}: {reason} (looked for {path})", next_step=hint)
+    if "://" in value:
+        hint = "download it first, as with: pip download --no-deps"
+    looked_for = printable(str(path))
+    raise UsageFailure(f"{option} {value!r}: {reason} (looked for {looked_for})", next_step=hint)
 
 
 def _refuse_non_values(value: str, option: str) -> None:
@@ -155,7 +158,7 @@ def _wheels_in(folder: Path, value: str, option: str) -> list[Path]:
     wheels = [name for name in names if name.endswith(".whl") and not name.startswith(".")]
     if not wheels:
         raise UsageFailure(
-            f"{option} {value!r}: no *.whl among the {len(names)} entries of {folder}",
+            f"{option} {value!r}: no *.whl among the {len(names)} entries of the directory",
             next_step="build one: ./ci/nox -s build",
         )
     return [path for name in wheels for path in _plain(folder / name)]
@@ -179,7 +182,7 @@ def _matches(value: str, base: Path, option: str) -> list[Path]:
     if not wheels:
         found = f"{len(paths)} other entries" if paths else "nothing"
         raise UsageFailure(
-            f"{option} {value!r}: the pattern matches {found}, no *.whl (looked from {start})",
+            f"{option} {value!r}: the pattern matches {found}, no *.whl (below {start})",
             next_step="quote the pattern and end it with *.whl",
         )
     return [plain for path in wheels for plain in _plain(path)]
@@ -249,7 +252,7 @@ def _copied(path: Path, copy: Path) -> str:
         copy.chmod(0o444)
     except OSError as error:
         raise EnvironmentFailed(
-            f"cannot copy {path} to {copy}: {error.strerror}",
+            f"cannot copy {printable(str(path))} to {copy.parent}: {error.strerror}",
             next_step="free some space or set TMPDIR to a larger disk",
         ) from error
     return digest.hexdigest()
@@ -274,7 +277,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
                     raise _rejected(path, f"is larger than {MAX_WHEEL_BYTES} bytes")
                 yield chunk
     except OSError as error:
-        raise UsageFailure(f"cannot read {path}: {error.strerror}") from error
+        raise UsageFailure(f"cannot read {printable(str(path))}: {error.strerror}") from error
 
 
 def sha256_of(path: Path) -> str:
