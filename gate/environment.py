@@ -1,4 +1,4 @@
-"""The clean environment a wheel is installed into: a cached torch layer, the wheel, nothing else."""
+"""The clean environment: a cached torch layer, the wheel on top of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -74,13 +74,23 @@ def torch_requirement(spec: str) -> str:
     )
 
 
+def pinned(name: str) -> str:
+    """Return the pinned requirement of ``name``, as in ``torch==2.13.0``."""
+    return next(pin for pin in _pins() if Requirement(pin).name == name)
+
+
+def _pins() -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines())
+    return [line for line in lines if line]
+
+
 def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> layer.Recipe:
     """Return the layer that a wheel with these ``Requires-Dist`` lines needs.
 
     Everything comes at the pinned version where there is one, so that the layer is the same
     for every wheel whose requirements the pins already meet.
     """
-    pins = [line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines()]
+    pins = _pins()
     wanted = {Requirement(name).name: name for name in TEST_LAYER}
     if torch:
         wanted["torch"] = torch
@@ -96,7 +106,7 @@ def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> l
     return layer.Recipe(
         python=python,
         requirements=tuple(wanted.values()),
-        constraints=tuple(pin for pin in pins if pin),
+        constraints=tuple(pins),
     )
 
 

@@ -22,6 +22,7 @@ from gate.wheels import Wheel, sha256_of
 FOLDER = "statements"
 SUFFIX = ".intoto.json"
 _MAX_NAME_BYTES = 255
+_MAX_ID = 60
 _MAX_STATEMENT_BYTES = 64 * 1024**2
 _CACHES = ("__pycache__", ".pytest_cache", ".hypothesis")
 
@@ -49,7 +50,11 @@ def suite_digest(folder: Path) -> str:
 def environment_id(environment: Mapping[str, Any]) -> str:
     """A short name for an environment: its ``id``, or its versions of torch and Python."""
     versions = f"torch{environment.get('torch', '')}-py{environment.get('python', '')}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", str(environment.get("id") or versions))[:60]
+    text = str(environment.get("id") or versions)
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "_", text)
+    if slug == text and len(text) <= _MAX_ID:
+        return text
+    return f"{slug[:_MAX_ID]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def write_statement(

@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def _python_identity(python: Path, runner: Runner, workdir: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let only one gate at a time look at or make the layer; the kernel frees a dead one's lock."""
+    """Let only one gate at a time look at or make a layer; a dead one's lock is freed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -168,14 +168,15 @@ def _create(layer: Path, recipe: Recipe, runner: Runner, workdir: Path) -> None:
         **{name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ},
     }
     sources = pip_sources(runner, workdir)
-    make: Sequence[str | Path] = [recipe.python, "-Im", "venv", "--without-pip", layer]
-    install: Sequence[str | Path] = [
-        *(sys.executable, "-sBm", "pip", "--python", layer / "bin" / "python"),
+    make: list[str | Path] = [recipe.python, "-Im", "venv", "--without-pip", layer]
+    install: list[str | Path] = [
+        *(sys.executable, "-sBm", "pip", "--python", str(layer / "bin" / "python")),
         *("install", "--quiet", "--no-cache-dir", "--only-binary", ":all:", *sources),
         *("--constraint", constraints, *recipe.requirements),
     ]
     print("gate: installing the torch layer (once; later runs reuse it)", file=sys.stderr)
-    for name, command in (("venv", make), ("layer", install)):
+    commands = {"venv": make, "layer": install}
+    for name, command in commands.items():
         outcome = runner.run(
             command,
             env=environment,
@@ -206,7 +207,7 @@ def _stamp(path: Path) -> Stamp:
 
 def _digest(path: Path) -> str:
     if path.is_symlink():
-        return "-> " + os.readlink(path)
+        return f"-> {path.readlink()}"
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(2**20):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gate.errors import EnvironmentFailed
 
@@ -161,7 +162,7 @@ class Runner:
     def _outcome(
         words: tuple[str, ...], result: Path, log: Path, stopped: str, seconds: float
     ) -> Outcome:
-        found = {"returncode": None, "survivors": []}
+        found: dict[str, Any] = {"returncode": None, "survivors": []}
         with suppress(FileNotFoundError):
             found = json.loads(result.read_text())
             result.unlink()

@@ -25,7 +25,7 @@ def in_child(function, *arguments):
     if pid == 0:
         try:
             message = [function(*arguments), ""]
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the gate reports it
+        except BaseException as error:  # whatever it is, the gate reports it
             message = [None, f"{type(error).__name__}: {error}".splitlines()[0]]
         with os.fdopen(writing, "w") as pipe:
             json.dump(message, pipe)

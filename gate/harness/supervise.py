@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 GRACE_SECONDS = 2.0
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,10 +75,8 @@ def wait_for_end(seconds):
 def kill_all():
     while running := descendants():
         for pid in running:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         wait_for_end(0.2)
 
 
@@ -102,7 +101,8 @@ def main():
     try:
         child = subprocess.Popen(command, preexec_fn=default_signals)
     except OSError as error:
-        return publish(result, {"error": str(error)})
+        publish(result, {"error": str(error)})
+        return
     with selectors.DefaultSelector() as selector:
         selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, "child")
         selector.register(lifeline, selectors.EVENT_READ, "lifeline")

@@ -1,0 +1,122 @@
+"""Build the sdist and the wheel twice, in unlike surroundings, and accept only equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from gate.errors import BuildFailed
+from gate.repository import Repository
+from gate.runner import Outcome, Runner
+
+BUILD_TIMEOUT = 900.0
+DIGESTS = "SHA256SUMS"
+# Zip files cannot hold an earlier time.
+EARLIEST_EPOCH = 315532800
+
+
+def build(repository: Repository, out: Path, runner: Runner) -> Path:
+    """Build into ``out``, replacing what an earlier build of this project left there.
+
+    Returns:
+        The wheel.
+
+    Raises:
+        BuildFailed: the build breaks, is not reproducible or has metadata an index would refuse.
+    """
+    with tempfile.TemporaryDirectory(prefix="gate-build-") as scratch:
+        builder = _Builder(Path(scratch), _epoch(repository), runner)
+        first = builder.build(repository.root, "first", {"TZ": "UTC", "PYTHONHASHSEED": "0"})
+        unpacked = _unpack(next(first.glob("*.tar.gz")), Path(scratch) / "unpacked")
+        second = builder.build(unpacked, "second", {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "1"})
+        _demand_equal(first, second)
+        builder.check(first)
+        return _publish(first, out)
+
+
+def _epoch(repository: Repository) -> int:
+    """The time stamped into the archives: the user's, else the commit's."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "").strip() or repository.commit_time() or "0"
+    try:
+        return max(int(given), EARLIEST_EPOCH)
+    except ValueError:
+        raise BuildFailed(
+            f"SOURCE_DATE_EPOCH={given!r} is not a number of seconds.",
+            next_step="unset it, or use `git log -1 --format=%ct`",
+        ) from None
+
+
+class _Builder:
+    def __init__(self, scratch: Path, epoch: int, runner: Runner) -> None:
+        self._scratch, self._epoch, self._runner = scratch, epoch, runner
+
+    def build(self, source: Path, name: str, variables: Mapping[str, str]) -> Path:
+        out = self._scratch / name
+        command = ["build", "--no-isolation", "--outdir", str(out), str(source)]
+        outcome = self._python(f"{name}-build", command, variables)
+        if not outcome.ok:
+            raise BuildFailed(f"The build failed: {outcome.describe()}.\n{outcome.tail()}")
+        return out
+
+    def check(self, built: Path) -> None:
+        files = [str(path) for path in sorted(built.iterdir())]
+        outcome = self._python("twine-check", ["twine", "check", "--strict", *files], {})
+        if not outcome.ok:
+            raise BuildFailed(f"An index would refuse the metadata.\n{outcome.tail()}")
+
+    def _python(self, name: str, module: list[str], variables: Mapping[str, str]) -> Outcome:
+        return self._runner.run(
+            [sys.executable, "-IBm", *module],
+            env={
+                "PATH": os.defpath,
+                "HOME": str(self._scratch),
+                "LANG": "C.UTF-8",
+                "SOURCE_DATE_EPOCH": str(self._epoch),
+                **variables,
+            },
+            cwd=self._scratch,
+            log=self._scratch / f"{name}.log",
+            timeout=BUILD_TIMEOUT,
+        )
+
+
+def _unpack(sdist: Path, target: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(target, filter="data")
+    return next(target.iterdir())
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def _demand_equal(first: Path, second: Path) -> None:
+    one, two = _digests(first), _digests(second)
+    if different := [name for name in sorted(one.keys() | two) if one.get(name) != two.get(name)]:
+        raise BuildFailed(
+            f"Two builds of the same source differ: {', '.join(different)}.",
+            cause="the build reads the time, a path, the environment or an unlisted file",
+        )
+
+
+def _publish(built: Path, out: Path) -> Path:
+    """Move the files to ``out`` beside their digests; what earlier builds left there goes."""
+    out.mkdir(parents=True, exist_ok=True)
+    prefix = next(built.glob("*.whl")).name.partition("-")[0] + "-"
+    for old in out.iterdir():
+        if old.name.startswith(prefix) and old.name.endswith((".whl", ".tar.gz")):
+            old.unlink()
+    digests = _digests(built)
+    for name in digests:
+        shutil.copyfile(built / name, out / name)
+    (out / DIGESTS).write_text("".join(f"{sha}  {name}\n" for name, sha in digests.items()))
+    return next(out / name for name in digests if name.endswith(".whl"))

@@ -1,0 +1,308 @@
+"""The command line: parse, call one typed function, turn its errors into exit codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from gate import evidence, pipeline, regressions
+from gate.build import build as build_wheel
+from gate.environment import torch_requirement
+from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
+from gate.machine import PROFILES
+from gate.pipeline import Options
+from gate.report import Display, Report
+from gate.repository import ROOT, Repository, tag_version
+from gate.runner import Runner
+
+PROGRAM = "python -m gate"
+DEFAULT_TIMEOUT = 600.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+EPILOG = "\n\n".join(
+    [
+        "\b\nExit status:\n"
+        + "\n".join(f"  {code:<4} {text}" for code, text in EXIT_CODES.items()),
+        "\b\nEnvironment:\n"
+        "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate)\n"
+        "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
+        "  CUDA_VISIBLE_DEVICES, NCCL_*, NVIDIA_*, LD_LIBRARY_PATH reach the tests;\n"
+        "  PYTHON*, PIP_*, VIRTUAL_ENV, CONDA_*, RANK and the like do not. Packages are taken\n"
+        "  from the indexes that pip's configuration names; its other settings are ignored.",
+        "\b\nExamples:\n"
+        "  python -m gate run                            build this checkout's wheel and gate it\n"
+        "  python -m gate run --wheel dist --profile cpu\n"
+        "  python -m gate run v0.1.0 --wheel 'dist/*.whl'\n"
+        "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
+        "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
+    ]
+)
+
+
+def base_directory() -> Path:
+    """Return the directory that relative paths on the command line count from."""
+    return Path(os.environ.get("GATE_INVOKED_FROM") or Path.cwd())
+
+
+class PathOption(click.ParamType[Path]):
+    """A path: ``~`` is expanded, and relative ones count from where the user typed."""
+
+    name = "path"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the absolute path, or fail as a usage error that names the option."""
+        if isinstance(value, Path):
+            return value
+        refuse_option_like(ctx, param, (value,))
+        try:
+            return base_directory() / Path(str(value)).expanduser()
+        except RuntimeError as error:
+            self.fail(f"{value}: {error}", param, ctx)
+
+
+def refuse_option_like(
+    ctx: click.Context | None, param: click.Parameter | None, values: Sequence[str]
+) -> Sequence[str]:
+    """Refuse a missing value: click itself takes the next option for it."""
+    for value in values:
+        name = param.opts[0] if param else "the option"
+        if not value.strip():
+            raise click.UsageError(f"{name} needs a value; the one given is empty.", ctx)
+        if value.startswith("-"):
+            raise click.UsageError(
+                f"{name} needs a value, but {value!r} looks like an option. "
+                f"A path that starts with a dash is written ./{value}.",
+                ctx,
+            )
+    return values
+
+
+def positive(_ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Refuse a time limit that is not a positive number of seconds."""
+    if not 0 < value < float("inf"):
+        raise click.BadParameter(f"{value} is not a positive number of seconds", param=param)
+    return value
+
+
+settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+profile_option = click.option(
+    "--profile",
+    type=click.Choice(["auto", *PROFILES]),
+    default="auto",
+    show_default=True,
+    help="What to cover: "
+    + "; ".join(f"{profile.name}: {profile.covers}" for profile in PROFILES.values())
+    + "; auto: the strongest of these that the machine can run.",
+)
+environment_options = [
+    click.option(
+        "--python",
+        type=PathOption(),
+        default=Path(sys.executable),
+        help="Interpreter of the clean environment.  [default: the gate's own]",
+    ),
+    click.option(
+        "--torch", metavar="SPEC", help="Other torch than the pinned one, as in 2.12.0 or >=2.12."
+    ),
+    click.option(
+        "--site",
+        type=PathOption(),
+        metavar="DIR",
+        help="Use the torch, numpy and pytest of this site-packages directory; download nothing.",
+    ),
+    click.option("--fresh", is_flag=True, help="Rebuild the cached torch layer."),
+    click.option("-v", "--verbose", is_flag=True, help="Show every command and its output."),
+]
+evidence_option = click.option(
+    "--evidence",
+    type=PathOption(),
+    default=ROOT / "gate-evidence",
+    metavar="DIR",
+    help="Evidence folder.  [default: gate-evidence in the checkout]",
+)
+
+
+def with_environment_options(command: Any) -> Any:
+    """Add the options that describe the clean environment."""
+    for option in reversed(environment_options):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings=settings, epilog=EPILOG)
+def gate() -> None:
+    """Audit a wheel, install it into a clean environment, try to break it, and keep evidence.
+
+    Publishing is refused without evidence for exactly the wheel's bytes.
+    """
+
+
+@gate.command(epilog=EPILOG)
+@click.argument("tag", required=False)
+@click.option(
+    "--wheel",
+    "wheels",
+    multiple=True,
+    metavar="PATH",
+    callback=refuse_option_like,
+    help="Wheel file, directory or glob; repeatable.  [default: build this checkout's wheel]",
+)
+@profile_option
+@with_environment_options
+@evidence_option
+@click.option(
+    "--timeout",
+    type=float,
+    default=DEFAULT_TIMEOUT,
+    show_default=True,
+    metavar="SECONDS",
+    callback=positive,
+    help="Time limit of each start of the regression tests.",
+)
+@click.option("--no-tag-check", is_flag=True, help="Do not compare TAG with HEAD and the wheel.")
+def run(tag: str | None, no_tag_check: bool, torch: str | None, **given: Any) -> None:
+    """Gate wheels through all phases, and write evidence for those that pass.
+
+    TAG, as in v0.1.0, must be the wheel's version and the commit that is checked out.
+    """
+    if tag is not None:
+        tag_version(tag)
+    options = Options(
+        tag=tag,
+        tag_check=not no_tag_check,
+        torch=torch and torch_requirement(torch),
+        base=base_directory(),
+        **given,
+    )
+    display = Display()
+    for report in pipeline.run(options, display):
+        conclude(report, display)
+
+
+@gate.command(epilog=EPILOG)
+@click.argument("wheels", nargs=-1, required=True, metavar="WHEEL...")
+def inspect(wheels: tuple[str, ...]) -> None:
+    """Audit wheels without installing them or running any of their code."""
+    for wheel, audit in pipeline.inspect(wheels, base_directory()):
+        click.echo(f"{wheel.filename}  sha256 {wheel.sha256}")
+        for check in audit.checks:
+            click.echo(f"  ok  {check}")
+
+
+@gate.command(epilog=EPILOG)
+@profile_option
+@with_environment_options
+def machine(profile: str, torch: str | None, **given: Any) -> None:
+    """Say what this machine can gate, by trying it."""
+    options = Options(
+        wheels=(),
+        base=base_directory(),
+        profile=profile,
+        torch=torch and torch_requirement(torch),
+        **given,
+    )
+    _, chosen, uncovered = pipeline.machine(options, Display())
+    click.echo(f"Can run profile {chosen.name}: {chosen.covers}.")
+    for line in uncovered:
+        click.echo(f"Not covered: {line}")
+
+
+@gate.command(epilog=EPILOG)
+@click.argument("wheels", nargs=-1, required=True, metavar="WHEEL...")
+@evidence_option
+@click.option(
+    "--require",
+    multiple=True,
+    type=click.Choice(list(PROFILES)),
+    help="Profile that must have passed; repeatable.  [default: any one]",
+)
+def verify(wheels: tuple[str, ...], evidence: Path, require: tuple[str, ...]) -> None:
+    """Check that evidence exists for exactly these bytes and this test suite."""
+    for verified in verify_evidence(wheels, evidence, require):
+        profiles = ", ".join(sorted(verified.profiles))
+        click.echo(f"{verified.filename}  sha256 {verified.sha256}  passed: {profiles}")
+
+
+def verify_evidence(
+    wheels: Sequence[str], folder: Path, require: Sequence[str]
+) -> list[evidence.Verified]:
+    """Find the wheels and verify their evidence against the current regression suite."""
+    from gate.wheels import locate
+
+    paths = locate(wheels, base=base_directory(), option="WHEEL")
+    return evidence.verify(
+        paths,
+        evidence=folder,
+        require=require,
+        suite_digest=evidence.suite_digest(regressions.SUITE),
+    )
+
+
+@gate.command(epilog=EPILOG)
+@click.option("--out", type=PathOption(), default=ROOT / "dist", help="Where to.  [default: dist]")
+@click.option("-v", "--verbose", is_flag=True, help="Show every command and its output.")
+def build(out: Path, verbose: bool) -> None:
+    """Build sdist and wheel twice, compare them byte for byte, and check their metadata."""
+    display = Display()
+    runner = Runner(verbose=verbose, on_tick=display.tick)
+    with display.phase(Report(wheel=""), "build") as phase:
+        wheel = build_wheel(Repository(runner=runner), out, runner)
+        phase.detail = "twice, with the same bytes"
+    click.echo(wheel)
+
+
+def conclude(report: Report, display: Display) -> None:
+    """Print the verdict on a wheel that passed, and what it does not cover."""
+    seconds = {"regressions": 0.0, "other": 0.0}
+    for phase in report.phases:
+        seconds["regressions" if phase.name == "regressions" else "other"] += phase.seconds
+    display.say(
+        f"gate: {report.wheel} passed profile {report.profile}: {len(report.passed_tests)} tests "
+        f"in {seconds['regressions']:.0f} s, everything else {seconds['other']:.1f} s"
+    )
+    for line in report.uncovered:
+        display.say(f"gate: not covered: {line}")
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """Turn a signal into an error, once: the clean-up that follows must not be disturbed."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    error = Interrupted(f"Interrupted by {signal.Signals(number).name}; nothing was attested.")
+    error.exit_code = 128 + number
+    raise error
+
+
+def call(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    try:
+        gate.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return UsageFailure.exit_code
+    except GateError as error:
+        click.echo(f"gate: {error}", err=True)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        click.echo(f"gate: {error.filename or 'the disk'}: {error.strerror}", err=True)
+        return EnvironmentFailed.exit_code
+    return 0
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+    sys.exit(call())

@@ -1,0 +1,357 @@
+"""The phases of a gate run, in order; each can fail the run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from gate import audit as auditing
+from gate import environment as environments
+from gate import evidence, policy, regressions
+from gate.environment import Environment
+from gate.errors import GateError, IdentityMismatch, RegressionFailed, WheelRejected
+from gate.machine import Machine, Profile, choose, examine
+from gate.regressions import Failure, Run, Subject
+from gate.report import Display, Report
+from gate.repository import ROOT, Repository
+from gate.runner import Runner
+from gate.wheels import Wheel, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one run was asked to do."""
+
+    wheels: tuple[str, ...]
+    base: Path
+    tag: str | None = None
+    profile: str = "auto"
+    python: Path = Path(sys.executable)
+    torch: str | None = None
+    site: Path | None = None
+    fresh: bool = False
+    evidence: Path = ROOT / "gate-evidence"
+    timeout: float = 600.0
+    tag_check: bool = True
+    verbose: bool = False
+
+    def environment_id(self) -> str:
+        """Name of the environment asked for, part of the evidence's identity."""
+        torch = str(self.torch or environments.pinned("torch"))
+        parts = ["site" if self.site else torch.replace("torch==", "torch")]
+        if self.python != Path(sys.executable):
+            parts.append(str(self.python).strip("/"))
+        return "-".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A wheel that the audit accepted."""
+
+    wheel: Wheel
+    audit: auditing.Audit
+    package: str
+    report: Report
+
+
+def run(options: Options, display: Display) -> list[Report]:
+    """Gate every wheel; return their reports in order.
+
+    Raises:
+        GateError: a wheel failed. Reports and logs of what ran lie in the evidence folder; a
+            statement exists for each wheel that passed before.
+    """
+    runner = Runner(verbose=options.verbose, on_tick=display.tick)
+    repository = Repository(runner=runner)
+    with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
+        candidates = _candidates(options, repository, runner, display, Path(scratch))
+        errors = []
+        for candidate in candidates:
+            display.say(f"gate: {candidate.wheel.filename}")
+            try:
+                _Session(options, candidate, repository, runner, display).run()
+            except (RegressionFailed, IdentityMismatch, WheelRejected) as error:
+                display.say(f"gate: {candidate.wheel.filename} FAILED\n{error}")
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return [candidate.report for candidate in candidates]
+
+
+def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Audit]]:
+    """Audit wheels without installing them.
+
+    Raises:
+        GateError: one was rejected or does not exist.
+    """
+    rules = policy.load(ROOT)
+    with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
+        found = resolve(wheels, base=base, workdir=Path(scratch), option="WHEEL")
+        return [
+            (wheel, auditing.audit(wheel, rules.audit_of(wheel.name), source=ROOT))
+            for wheel in found
+        ]
+
+
+def machine(options: Options, display: Display) -> tuple[Machine, Profile, list[str]]:
+    """Examine the machine; return what it can do, the profile to run, and what stays uncovered.
+
+    Raises:
+        GateError: it cannot run the profile.
+    """
+    runner = Runner(verbose=options.verbose, on_tick=display.tick)
+    report = Report(wheel="")
+    with ExitStack() as stack:
+        with display.phase(report, "environment"):
+            environment = stack.enter_context(_environment(options, (), runner))
+        with display.phase(report, "machine") as phase:
+            found = examine(environment, runner)
+            profile, uncovered = choose(found, options.profile)
+            phase.detail = _summary(found)
+        return found, profile, uncovered
+
+
+def _candidates(
+    options: Options, repository: Repository, runner: Runner, display: Display, scratch: Path
+) -> list[Candidate]:
+    """Resolve and audit all wheels before anything is installed."""
+    values = options.wheels
+    common = Report(wheel="")
+    rules = policy.load(ROOT)
+    if not values:
+        values = (str(_build(repository, runner, display, common)),)
+    with display.phase(common, "resolve") as phase:
+        wheels = resolve(values, base=options.base, workdir=scratch)
+        phase.detail = ", ".join(wheel.filename for wheel in wheels)
+        for wheel in wheels:
+            if options.tag and options.tag_check:
+                repository.demand_tag(options.tag, wheel.version)
+    candidates = []
+    for wheel in wheels:
+        report = Report(
+            wheel=wheel.filename,
+            sha256=wheel.sha256,
+            profile=options.profile,
+            phases=list(common.phases),
+        )
+        with display.phase(report, "audit") as phase:
+            own = rules.audit_of(wheel.name)
+            audit = auditing.audit(wheel, own, source=ROOT)
+            package = own.package if own else _only_package(wheel, audit)
+            phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
+        candidates.append(Candidate(wheel=wheel, audit=audit, package=package, report=report))
+    return candidates
+
+
+def _build(repository: Repository, runner: Runner, display: Display, report: Report) -> Path:
+    # Only the gate of this checkout's own wheel needs the build tools.
+    from gate.build import build
+
+    with display.phase(report, "build") as phase:
+        wheel = build(repository, ROOT / "dist", runner)
+        phase.detail = f"dist/{wheel.name}, built twice with the same bytes"
+    return wheel
+
+
+def _only_package(wheel: Wheel, audit: auditing.Audit) -> str:
+    packages = [name for name in audit.top_levels if not name.endswith(".dist-info")]
+    if len(packages) != 1:
+        raise WheelRejected(
+            f"{wheel.filename} installs {len(packages)} packages; the gate tests exactly one",
+            findings=packages,
+        )
+    return packages[0].removesuffix(".py")
+
+
+def _environment(options: Options, requires_dist: tuple[str, ...], runner: Runner) -> Any:
+    return environments.clean_environment(
+        python=options.python,
+        torch=options.torch,
+        site=options.site,
+        requires_dist=requires_dist,
+        runner=runner,
+        fresh=options.fresh,
+    )
+
+
+def _summary(machine: Machine) -> str:
+    names = [f"{gpu['name']} ({gpu['arch']})" for gpu in machine.gpus]
+    return f"torch {machine.facts['torch']}, {', '.join(names) or 'no GPU'}"
+
+
+class _Session:
+    """The phases of one accepted wheel, from the environment to the evidence."""
+
+    def __init__(
+        self,
+        options: Options,
+        candidate: Candidate,
+        repository: Repository,
+        runner: Runner,
+        display: Display,
+    ) -> None:
+        self._options, self._candidate, self._repository = options, candidate, repository
+        self._runner, self._display = runner, display
+        self._report = candidate.report
+        self._started = _now()
+        self._wanted = {"id": options.environment_id()}
+
+    def run(self) -> None:
+        options, report = self._options, self._report
+        if options.profile != "auto":
+            self._revoke(options.profile)
+        try:
+            with ExitStack() as stack:
+                with self._phase("environment") as phase:
+                    requires = self._candidate.audit.requires_dist
+                    environment = stack.enter_context(
+                        _environment(options, requires, self._runner)
+                    )
+                    phase.detail = "clean, on a verified torch layer"
+                try:
+                    self._test(environment)
+                finally:
+                    self._keep(environment)
+        except BaseException as error:
+            report.result = "failed" if isinstance(error, GateError) else "interrupted"
+            report.failures = report.failures or [(self._last_phase(), str(error), "")]
+            self._folder.mkdir(parents=True, exist_ok=True)
+            report.write(self._folder / "report.json")
+            raise
+
+    def _test(self, environment: Environment) -> None:
+        with self._phase("install"):
+            environments.install(environment, self._candidate.wheel.copy, self._runner)
+        subject = Subject(
+            environment=environment,
+            distribution=self._candidate.wheel.name,
+            package=self._candidate.package,
+        )
+        records = environment.root / "records"
+        suite = regressions.prepare(subject)
+        self._suite_digest = evidence.suite_digest(suite)
+        with self._phase("identity") as phase:
+            inventory = regressions.collect(subject, suite, records / "collect", self._runner)
+            phase.detail = f"the wheel's own files are imported; {len(inventory)} tests collected"
+        with self._phase("machine") as phase:
+            machine = examine(environment, self._runner)
+            profile, self._report.uncovered = choose(machine, self._options.profile)
+            phase.detail = f"{_summary(machine)}: profile {profile.name}"
+        self._report.profile, self._report.facts = profile.name, machine.facts
+        self._revoke(profile.name)
+        for part in regressions.plan(profile, machine):
+            self._regress(part, subject, suite, inventory, records, profile)
+        if self._report.failures:
+            raise self._verdict()
+        self._keep(environment)
+        self._attest(profile, machine)
+
+    def _regress(
+        self,
+        part: Run,
+        subject: Subject,
+        suite: Path,
+        inventory: Sequence[str],
+        records: Path,
+        profile: Profile,
+    ) -> None:
+        with self._phase("regressions") as phase:
+            passed, failures = regressions.run(
+                subject,
+                suite,
+                part,
+                inventory,
+                records=records / part.label,
+                runner=self._runner,
+                profile=profile,
+                timeout=self._options.timeout,
+            )
+            self._report.passed_tests += passed
+            self._report.failures += [(item.where, item.reason, item.detail) for item in failures]
+            phase.detail = f"{part.label}: {_tally(passed, failures)}"
+            phase.status = "failed" if failures else "passed"
+
+    def _verdict(self) -> RegressionFailed:
+        where = [f"{where}: {reason}" for where, reason, _ in self._report.failures]
+        detail = next((detail for _, _, detail in self._report.failures if detail), "")
+        shown = where[:20] + ([f"and {len(where) - 20} more"] if len(where) > 20 else [])
+        return RegressionFailed(
+            "\n".join([*shown, *detail.splitlines()[-60:]]),
+            next_step=f"read {self._folder}/report.json and the logs beside it",
+        )
+
+    def _attest(self, profile: Profile, machine: Machine) -> None:
+        with self._phase("evidence") as phase:
+            folder, wheel = self._folder, self._candidate.wheel
+            self._report.result = "passed"
+            self._report.write(folder / "report.json")
+            commit = self._repository.commit()
+            path = evidence.write_statement(
+                self._options.evidence,
+                wheel=wheel,
+                profile=profile.name,
+                environment={
+                    **machine.facts,
+                    **self._wanted,
+                    "dirty": commit.endswith("-dirty"),
+                    "site": str(self._options.site or ""),
+                },
+                suite_digest=self._suite_digest,
+                commit=commit.removesuffix("-dirty") or None,
+                executed_archs={gpu["arch"] for gpu in machine.gpus if profile.min_gpus},
+                embedded_archs=self._candidate.audit.archs,
+                passed_tests=self._report.passed_tests,
+                files=sorted(file for file in folder.rglob("*") if file.is_file()),
+                started=self._started,
+                finished=_now(),
+            )
+            phase.detail = str(path)
+
+    @property
+    def _folder(self) -> Path:
+        """Where this wheel's reports and logs go."""
+        wheel = self._candidate.wheel
+        name = f"{wheel.filename}.{wheel.sha256[:12]}"
+        return self._options.evidence / "runs" / name / self._report.profile
+
+    def _keep(self, environment: Environment) -> None:
+        """Copy records and logs out of the environment, in place of those of an earlier run."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        for name in ("records", "logs"):
+            if (environment.root / name).is_dir():
+                shutil.copytree(
+                    environment.root / name,
+                    self._folder / name,
+                    ignore=shutil.ignore_patterns("tmp", "pid-*"),
+                )
+
+    def _revoke(self, profile: str) -> None:
+        evidence.revoke(
+            self._options.evidence,
+            wheel=self._candidate.wheel,
+            profile=profile,
+            environment=self._wanted,
+        )
+
+    def _phase(self, name: str) -> Any:
+        return self._display.phase(self._report, name)
+
+    def _last_phase(self) -> str:
+        return self._report.phases[-1].name
+
+
+def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
+    return f"{len(failures)} failed" if failures else f"{len(passed)} passed"
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="seconds")
