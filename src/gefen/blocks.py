@@ -6,6 +6,8 @@ once per parameter, from its first gradient.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -81,7 +83,7 @@ def find_period(grad: Tensor) -> int:
 
 def _largest_drop(errors: list[float]) -> int:
     """Index of the candidate whose error falls most below the one before; ties: the first."""
-    scores = [_FIRST_SCORE] + [b - a for a, b in zip(errors, errors[1:], strict=False)]
+    scores = [_FIRST_SCORE] + [b - a for a, b in pairwise(errors)]
     return min(range(len(scores)), key=scores.__getitem__)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,165 +13,327 @@ from torch import Tensor
 from gefen.blocks import flat_slice
 
 BINS = 4096
+"""Equal bins of [-1, 1] that the normalised gradients are counted in."""
+
 SIZE = 256
+"""Entries of a codebook: what one byte can index."""
+
 CHUNK = 1 << 20
+"""Elements that :func:`accumulate_histogram` works on at a time."""
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[Any]  # int64, or float64 where that is exact too
+
+
+_LARGEST_TOTAL = 1 << 38  # counted elements beyond this are scaled down: int64 sums of squares
 
 
 def accumulate_histogram(grad: Tensor, period: int, counts: Tensor) -> None:
     """Add a gradient's normalised elements to ``counts``, int64 [BINS], in place.
 
     Each block of ``period`` elements is divided by its largest magnitude; blocks of zeros
-    count as zeros. ``grad`` has any shape and floating dtype; arithmetic is float32 (float64
-    for float64). Blocks that hold a non-finite element are left out. Temporary memory is a
-    few chunks of at most ``CHUNK`` elements.
+    count as zeros. ``grad`` has any shape, strides and floating dtype; arithmetic is float32
+    (float64 for float64). Blocks that hold a non-finite element are left out. Temporary memory
+    is a few chunks of at most ``CHUNK`` elements. ``counts`` may be on another device.
     """
-    n = grad.numel()
     grad = grad.detach()
-    step = max(CHUNK // period, 1) * period
+    n = grad.numel()
+    if period > CHUNK:
+        for start in range(0, n, period):
+            _count_long_block(grad, start, start + period, counts)
+        return
+    step = CHUNK // period * period
     for start in range(0, n, step):
-        stop = min(start + step, n)
-        if period <= CHUNK:
-            block = _wide(flat_slice(grad, start, stop)).view(-1, period)
-            _count(block, block.abs().amax(dim=1, keepdim=True), counts)
-        else:
-            _count_long_block(grad, start, stop, counts)
+        block = _widened(flat_slice(grad, start, min(start + step, n))).view(-1, period)
+        _count(block, block.abs().amax(dim=1, keepdim=True), counts)
 
 
 def _count_long_block(grad: Tensor, start: int, stop: int, counts: Tensor) -> None:
+    """Count a block longer than a chunk: once for its largest magnitude, once for the bins."""
     pieces = [(s, min(s + CHUNK, stop)) for s in range(start, stop, CHUNK)]
-    tops = [_wide(flat_slice(grad, *piece)).abs().amax() for piece in pieces]
+    tops = [_widened(flat_slice(grad, *piece)).abs().amax() for piece in pieces]
     top = torch.stack(tops).amax().view(1, 1)
     for piece in pieces:
-        _count(_wide(flat_slice(grad, *piece)).view(1, -1), top, counts)
+        _count(_widened(flat_slice(grad, *piece)).view(1, -1), top, counts)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _count(block: Tensor, top: Tensor, counts: Tensor) -> None:
+    """Count ``block`` [rows, period] over ``top`` [rows, 1], the rows' largest magnitudes."""
     finite = torch.isfinite(top).view(-1)
     if not finite.all():
         block, top = block[finite], top[finite]
     x = block / top.masked_fill(top == 0, 1)
     bins = x.add_(1).mul_(BINS / 2).to(torch.int32).clamp_(0, BINS - 1).view(-1)
-    counts += torch.bincount(bins, minlength=BINS).to(counts)
+    counts += torch.bincount(bins, minlength=BINS).to(counts.device, counts.dtype)
 
 
 def solve(counts: Tensor) -> Tensor:
-    """The optimal codebook, float32 [SIZE] ascending from −1 to 1, on the CPU.
+    """The optimal codebook, float32 [SIZE] ascending from -1 to 1, on the CPU.
 
-    ``counts`` [BINS] holds whole numbers ≥ 0. The entries minimise Σ count · (centre −
-    nearest entry)² over the bin centres, with the first entry fixed at −1 and the last at 1.
-    Fewer than ``SIZE`` non-empty bins: their centres, padded with the last. No counts at all:
-    zeros between −1 and 1.
+    ``counts`` [BINS] holds whole numbers >= 0. The entries minimise the sum of count times
+    (bin centre - nearest entry)^2, with the first entry fixed at -1 and the last at 1. With
+    fewer than ``SIZE`` non-empty bins the entries are their centres, padded with the last one
+    (with zero, the middle, if nothing was counted).
     """
-    weights = counts.detach().to("cpu", torch.float64).numpy()
+    weights = counts.detach().to("cpu", torch.int64).numpy()
     filled = np.flatnonzero(weights)
-    weights = weights[filled]
-    # Centres as odd whole numbers, centre · BINS: prefix sums stay exact.
-    points = 2.0 * filled + 1 - BINS
+    points = 2 * filled + 1 - BINS  # centre times BINS: whole numbers keep the sums exact
     if len(points) < SIZE:
-        centres = np.full(SIZE, points[-1] if len(points) else 0.0)
-        centres[: len(points)] = points
+        padding = points[-1:] if len(points) else np.zeros(1)
+        centres = np.append(points, padding.repeat(SIZE - len(points))).astype(np.float64)
+        centres[0], centres[-1] = -BINS, BINS
     else:
-        centres = _kmeans(points, weights)
-    centres[0], centres[-1] = -BINS, BINS
+        scale = weights.sum() // _LARGEST_TOTAL + 1
+        centres = optimal_centres(points, -(-weights[filled] // scale), SIZE, BINS)
     return torch.from_numpy(np.sort(centres) / BINS).float()
 
 
-def _kmeans(points: Floats, weights: Floats) -> Floats:
-    n = len(points)
-    w0, w1, w2 = (np.append(0.0, np.cumsum(weights * points**e)) for e in (0, 1, 2))
+def optimal_centres(points: Numbers, weights: Numbers, size: int, edge: int) -> Floats:
+    """Exact weighted 1-D k-means with the outer centres fixed at -edge and edge.
 
-    def cost(i: Ints, j: Ints) -> Floats:
-        mass = w0[j] - w0[i]
-        return (w2[j] - w2[i]) - (w1[j] - w1[i]) ** 2 / np.where(mass > 0, mass, 1)
+    ``points`` are ascending whole numbers inside (-edge, edge), ``weights`` whole numbers > 0,
+    and there are at least ``size`` >= 3 of them. Returns the ``size`` centres, ascending.
 
-    best = w2 + 2 * BINS * w1 + BINS**2 * w0
-    parents = []
-    for _ in range(SIZE - 2):
-        best, parent = _layer(best, cost)
-        parents.append(parent)
-    last = w2[-1] - w2 - 2 * BINS * (w1[-1] - w1) + BINS**2 * (w0[-1] - w0)
-    ends = [int(np.argmin(best + last))]
-    for parent in reversed(parents):
-        ends.append(int(parent[ends[-1]]))
-    v = np.array(ends[::-1])
-    centres = np.zeros(SIZE)
-    mass = w0[v[1:]] - w0[v[:-1]]
-    centres[1:-1] = (w1[v[1:]] - w1[v[:-1]]) / np.where(mass > 0, mass, 1)
-    return centres
+    A clustering is a path over cut positions whose links are the clusters. Charging a price
+    for each link (Aggarwal, Schieber, Tokuyama 1994: concave-Monge k-link paths) turns the
+    count of clusters from a layer of the dynamic programme into a by-product: a shortest path
+    at any price is optimal among the paths with as many links. A price is searched that gives
+    slightly too many links, and an exchange argument on Monge costs then confines cut t of the
+    wanted path between cuts t and t + surplus of the one found, which leaves little to search.
+    """
+    line = _Line(points, weights, edge)
+    links = size - 2
+    cuts = line.confined(_priced_cuts(line, links), links)
+    moment, mass = line.w1[cuts[1:]] - line.w1[cuts[:-1]], line.w0[cuts[1:]] - line.w0[cuts[:-1]]
+    return np.concatenate([[-edge], moment / mass, [edge]])
 
 
-def _layer(best, cost):
-    n = len(best)
-    out = np.empty(n)
-    parent = np.zeros(n, dtype=np.int64)
-    rows = np.array([0, n - 1])
-    stride = 1
-    while stride < n:
-        stride *= 2
-    done = np.zeros(0, dtype=np.int64)
-    lo_all = np.zeros(0, dtype=np.int64)
-    while stride >= 1:
-        rows = np.arange(0 if not len(done) else stride, n, stride if not len(done) else 2 * stride)
-        if len(done):
-            k = np.searchsorted(done, rows)
-            lo = parent[done[k - 1]]
-            hi = np.where(k < len(done), parent[done[np.minimum(k, len(done) - 1)]], n)
-            hi = np.minimum(hi, rows)
+_SURPLUS = 8  # links too many that cost less to search through than another price does
+_PRICES = 8  # tries before any surplus will do: ties can make whole ranges unreachable
+
+
+def _priced_cuts(line: _Line, links: int) -> list[int]:
+    """Cuts of an optimal clustering with at least ``links`` free clusters, and few more."""
+    aim = links + _SURPLUS / 2
+    price, low, high = line.first_price(aim), 0.0, np.inf
+    best: list[int] = []
+    tries = 0
+    while True:
+        cuts = line.shortest(price)
+        found = len(cuts) - 1
+        tries += 1
+        if found >= links:
+            low = price
+            best = cuts if not best or found < len(best) - 1 else best
+            if found <= links + _SURPLUS:
+                return best
         else:
-            lo, hi = np.zeros(len(rows), dtype=np.int64), rows
-        width = np.maximum(hi - lo + 1, 1)
-        start = np.append(0, np.cumsum(width)[:-1])
-        cand = np.arange(width.sum()) - np.repeat(start - lo, width)
-        vals = best[cand] + cost(cand, np.repeat(rows, width))
-        m = np.minimum.reduceat(vals, start)
-        out[rows] = m
-        hit = np.flatnonzero(vals == np.repeat(m, width))
-        parent[rows] = cand[hit[np.searchsorted(hit, start)]]
-        done = np.sort(np.append(done, rows))
-        stride //= 2
-    return out, parent
+            high = price
+        if best and tries >= _PRICES:
+            return best
+        # The count goes with price^(-1/3) for a smooth density.
+        price *= (max(found, 1) / aim) ** 3
+        if not low < price < high:
+            price = (low + high) / 2 if np.isfinite(high) else 2 * low
+
+
+class _Line:
+    """Weighted points, their prefix sums, and the cost of clusters [i, j) of them."""
+
+    def __init__(self, points: Numbers, weights: Numbers, edge: int) -> None:
+        sums = [np.append(0, np.cumsum(weights * points**power)) for power in range(3)]
+        exact = max(sums[0][-1], sums[2][-1]) < 2**53
+        self.w0, self.w1, self.w2 = (s.astype(np.float64) if exact else s for s in sums)
+        below, above = (weights * (points - end) ** 2.0 for end in (-edge, edge))
+        self.head = np.append(0.0, np.cumsum(below))
+        self.tail = np.append(np.cumsum(above[::-1])[::-1], 0.0)
+        self._density = np.cbrt(weights * np.gradient(points.astype(np.float64)) ** 2).sum()
+
+    def first_price(self, links: float) -> float:
+        """What one more cluster saves, by the high-resolution law of Panter and Dite 1951."""
+        return float(self._density**3 / (6 * links**3))
+
+    def cost(self, i: Any, j: Any) -> Floats:
+        """Sum of weight times squared distance to the mean over points i to j - 1, i < j."""
+        moment = self.w1[i] - self.w1[j]
+        out: Floats = moment / (self.w0[i] - self.w0[j])
+        out *= moment
+        out -= self.w2[i] - self.w2[j]
+        return out
+
+    def shortest(self, price: float) -> list[int]:
+        """Cuts v[0] < ... < v[k] of the cheapest clustering: -edge takes the points below
+        v[0], edge those from v[k] on, each cluster between two cuts costs ``price`` extra."""
+        w0, w1, w2, head = (s.tolist() for s in (self.w0, self.w1, self.w2, self.head))
+        best = np.zeros(len(head))
+        parent = [-1] * len(head)
+        low = 0  # Monge: the best start of the last cluster never moves back
+        for j in range(1, len(head)):
+            # self.cost(low to j, j) + best, spelled out: this line sets the speed of it all
+            moment = self.w1[low:j] - w1[j]
+            total = moment / (self.w0[low:j] - w0[j])
+            total *= moment
+            total -= self.w2[low:j] - w2[j]
+            total += best[low:j]
+            at = int(total.argmin())
+            low += at
+            if total[at] + price < head[j]:
+                best[j], parent[j] = total[at] + price, low
+            else:
+                best[j] = head[j]
+        cuts = [int(np.argmin(best + self.tail))]
+        while parent[cuts[-1]] >= 0:
+            cuts.append(parent[cuts[-1]])
+        return cuts[::-1]
+
+    def confined(self, cuts: list[int], links: int) -> list[int]:
+        """Cuts of the optimal clustering with exactly ``links`` free clusters, cut t lying
+        between ``cuts[t]`` and ``cuts[t + surplus]``."""
+        surplus = len(cuts) - 1 - links
+        if surplus == 0:
+            return cuts
+        windows = [np.arange(cuts[t], cuts[t + surplus] + 1) for t in range(links + 1)]
+        best = self.head[windows[0]]
+        parents = []
+        for starts, ends in pairwise(windows):
+            best, parent = self._extend(best, starts, ends)
+            parents.append(parent)
+        at = int(np.argmin(best + self.tail[windows[-1]]))
+        out = [int(windows[-1][at])]
+        for window, parent in zip(windows[-2::-1], parents[::-1], strict=True):
+            at = int(parent[at])
+            out.append(int(window[at]))
+        return out[::-1]
+
+    def _extend(self, best: Floats, starts: Numbers, ends: Numbers) -> tuple[Floats, Numbers]:
+        """Cheapest totals up to ``ends`` over all ``starts``, and the start's position.
+
+        The best start never moves back as the end moves on, so large tables are halved.
+        """
+        if best.size * ends.size > 1 << 16 and ends.size > 1:
+            middle = ends.size // 2
+            _, (at,) = self._extend(best, starts, ends[middle : middle + 1])
+            below, p0 = self._extend(best[: at + 1], starts[: at + 1], ends[:middle])
+            above, p1 = self._extend(best[at:], starts[at:], ends[middle:])
+            return np.append(below, above), np.append(p0, p1 + at)
+        i, j = starts[:, None], ends[None, :]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total = np.where(i < j, self.cost(i, j), np.inf)
+        total += best[:, None]
+        parent = total.argmin(axis=0)
+        return total[parent, np.arange(ends.size)], parent
 
 
 class Quantizer:
-    """Nearest-entry quantisation against one codebook, on that codebook's device."""
+    """Nearest-entry quantisation against one codebook, on that codebook's device.
+
+    ``codebook`` is float32 [SIZE], ascending; duplicates are allowed. The index of x is the
+    number of ``thresholds`` below x, and that is the whole specification: threshold t is the
+    midpoint of entry t and the next larger entry, computed in float64 and rounded down to
+    float32 (not rounded for float64 x; infinite if there is no larger entry). So the entry is
+    the nearest one in exact arithmetic and ties take the lower index. NaN gives some legal
+    index.
+    """
 
     def __init__(self, codebook: Tensor) -> None:
-        self.codebook = codebook.float()
+        self.codebook = codebook.detach().to(torch.float32).contiguous()
+        following = torch.searchsorted(self.codebook, self.codebook, right=True)
+        self._following = following.clamp_(max=SIZE - 1).to(torch.uint8)
         wide = self.codebook.double()
-        self._exact = (wide[:-1] + wide[1:]) / 2
-        self._thresholds = _rounded_down(self._exact)
-        self._first = torch.searchsorted(self.codebook, self.codebook).to(torch.uint8)
+        above = wide[self._following[:-1].long()]
+        exact = (wide[:-1] + above) / 2
+        self._exact = exact.masked_fill_(above <= wide[:-1], torch.inf)
+        self.thresholds = _rounded_down(self._exact)
+        on_cpu = self.codebook.device.type == "cpu"
+        self._table = _table(self.thresholds) if on_cpu else None
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Index (uint8, shape of ``x``) of the nearest entry; ties take the lower index."""
-        thresholds = self._exact if x.dtype == torch.float64 else self._thresholds
-        index = torch.bucketize(x, thresholds, out_int32=True)
-        return self._first[index]
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Index (uint8) of the entry nearest to each element of ``x``, any shape.
 
-    def decode(self, index: Tensor) -> Tensor:
-        """Entries, float32, of uint8 ``index``."""
-        return self.codebook[index.int()]
+        ``out``, uint8 of the same shape, receives the result if given.
+        """
+        if out is None:
+            out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        if x.dtype == torch.float64:
+            return out.copy_(torch.bucketize(x, self._exact, out_int32=True))
+        if self._table is None:
+            return out.copy_(torch.bucketize(x.float(), self.thresholds, out_int32=True))
+        split, below, index = self._table
+        return _look_up(x.float(), split, below, index, out)
+
+    def decode(self, index: Tensor, out: Tensor | None = None) -> Tensor:
+        """Entries (float32) of uint8 ``index``, any shape; into ``out`` if given."""
+        if out is None:
+            out = torch.empty(index.shape, dtype=torch.float32, device=index.device)
+        # index_select runs in parallel and vectorised; plain indexing is 4 times slower.
+        torch.index_select(self.codebook, 0, index.reshape(-1).int(), out=out.view(-1))
+        return out
 
     def neighbours(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The entries around ``x`` (uint8, uint8) and the probability (float32) of the upper."""
-        lower = torch.bucketize(x, self.codebook.to(x.dtype), right=True) - 1
-        lower = lower.clamp_(0, SIZE - 2)
-        below, above = self.codebook[lower], self.codebook[lower + 1]
-        chance = ((x - below) / (above - below)).nan_to_num_(nan=0.0).clamp_(0, 1).float()
-        return lower.to(torch.uint8), (lower + 1).to(torch.uint8), chance
+        """The entries on both sides of each element of ``x``, for stochastic rounding.
+
+        Returns (lower uint8, upper uint8, probability of the upper float32), each of the shape
+        of ``x``. The probability is the distance from the lower entry over the gap, so that
+        the expected entry is x (clamped to the codebook's range); 0 for NaN.
+        """
+        nearest = self.encode(x)
+        beyond = (x < self.decode(nearest)) & (nearest > 0)
+        lower = nearest - beyond.to(torch.uint8)
+        upper = torch.index_select(self._following, 0, lower.view(-1).int()).view_as(lower)
+        below = self.decode(lower)
+        gap = self.decode(upper) - below
+        chance = ((x - below) / gap).to(torch.float32)
+        return lower, upper, chance.nan_to_num_(nan=0.0).clamp_(0, 1)
 
 
 def _rounded_down(x: Tensor) -> Tensor:
+    """float64 to the largest float32 that is not above it."""
     nearest = x.float()
-    below = torch.nextafter(nearest, torch.full_like(nearest, -2))
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
     return torch.where(nearest.double() > x, below, nearest)
+
+
+_Table = tuple[Tensor, Tensor, Tensor]
+_TABLE_SIZES = (1 << 12, 1 << 13, 1 << 14, 1 << 16)
+
+
+def _table(thresholds: Tensor) -> _Table | None:
+    """Cells that hold at most one distinct threshold each: (it or infinity, number of
+    distinct ones below the cell), and the index that each number of them stands for.
+
+    Several times faster on the CPU than a binary search. ``None`` if thresholds lie too close.
+    """
+    distinct = torch.unique(thresholds[torch.isfinite(thresholds)])
+    index = torch.searchsorted(thresholds, distinct, right=True)
+    index = torch.cat([index.new_zeros(1), index]).to(torch.uint8)
+    for cells in _TABLE_SIZES:
+        home = _cell(distinct, cells)
+        if (torch.bincount(home, minlength=cells) <= 1).all():
+            split = torch.full((cells,), torch.inf)
+            split[home] = distinct
+            below = torch.searchsorted(home, torch.arange(cells, dtype=torch.int32))
+            return split, below.to(torch.uint8), index
+    return None
+
+
+def _cell(x: Tensor, cells: int) -> Tensor:
+    """Cell (int32) of each x among ``cells`` on [-1, 1]: never decreasing in x; NaN is 0."""
+    at = (x * (cells / 2)).add_(cells / 2).clamp_(0, cells - 1)
+    return at.to(torch.int32).clamp_(0)
+
+
+def _look_up(x: Tensor, split: Tensor, below: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    cell = _cell(x, len(split)).view(-1)
+    over = x.reshape(-1) > torch.index_select(split, 0, cell)
+    torch.index_select(below, 0, cell, out=out.view(-1))
+    out.view(-1).add_(over.view(torch.uint8))
+    if len(index) < SIZE:
+        out.view(-1).copy_(torch.index_select(index, 0, out.view(-1).int()))
+    return out
 
 
 _MASK = 0xFFFFFFFF

@@ -46,7 +46,11 @@ def resolve_schedule(
     coefficients that are not three finite numbers.
     """
     coefficients = _triple("ns_coefficients", ns_coefficients)
-    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps <= MAX_STEPS:
+    if (
+        isinstance(ns_steps, bool)
+        or not isinstance(ns_steps, int)
+        or not 1 <= ns_steps <= MAX_STEPS
+    ):
         raise InvalidArgumentError(
             f"Invalid {ns_steps=}: must be a whole number from 1 to {MAX_STEPS}"
         )
@@ -115,9 +119,9 @@ def orthogonalise(u: Tensor, schedule: Schedule, eps: float) -> Tensor:
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    return (wide / norm.clamp_(min=eps)).bfloat16()
+    """``x`` (bfloat16) over its Frobenius norm, itself rounded to bfloat16."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return x / norm.bfloat16().clamp_(min=eps)
 
 
 def _iterate_bfloat16(x: Tensor, schedule: Schedule) -> Tensor:
