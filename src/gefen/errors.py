@@ -27,3 +27,23 @@ class CheckpointError(GefenError, ValueError):
 
 class ShardedStepError(GefenError, RuntimeError):
     """Base of the errors that every rank of a connected component raises together."""
+
+
+class ParameterOrderError(ShardedStepError):
+    """Ranks registered the same parameters in different orders."""
+
+
+class ParameterIdentityError(ShardedStepError):
+    """Ranks hold different parameters, or parameters that nothing rank-local can tell apart."""
+
+
+class GradientPresenceError(ShardedStepError):
+    """A parameter has a gradient on some ranks only."""
+
+
+class HyperparameterMismatchError(ShardedStepError):
+    """A hyperparameter, a sharded mode or the optimizer's state differs between ranks."""
+
+
+class PeerFailureError(ShardedStepError):
+    """A rank failed on its own or did not come; its own error is the cause on that rank."""

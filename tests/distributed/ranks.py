@@ -141,6 +141,7 @@ def _read(descriptor: int, size: int) -> bytes:
 
 def _serve(requests: int, replies: int) -> None:
     import torch
+    import torch._dynamo  # DTensor imports it on first use, which takes seconds
     import torch.distributed.fsdp
     import torch.distributed.tensor
 

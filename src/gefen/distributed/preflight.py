@@ -1,0 +1,278 @@
+"""Agreement before a sharded step: all ranks that could wait on each other step, or none does.
+
+Every rank hashes what it is about to do; one all_reduce(MAX) of ``[hash, -hash, flags]`` per
+process group and round shows whether all members agree, whatever the number of parameters. As
+many rounds as the component's diameter carry a flag to every rank of it. Only a disagreement
+costs more: then details are gathered, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from gefen.distributed import diagnosis
+from gefen.distributed.mesh import (
+    Channel,
+    MeshKey,
+    Topology,
+    discover,
+    flood,
+    identify_meshes,
+    is_sharded,
+    mesh_channels,
+    peers_expected,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_FINGERPRINT, _FINGERPRINT_NEGATED, _DIAMETER, _DIAMETER_NEGATED = range(4)
+_FAULT, _FAILURE, _RELEARN, _SKIP = range(4, 8)
+_SLOTS = 8
+_NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter that takes part in a sharded step.
+
+    ``explicit`` says whether the user gave ``name``; ``group`` is the parameter group that
+    holds its hyperparameters, read anew at every step.
+    """
+
+    name: str
+    explicit: bool
+    parameter: torch.Tensor
+    group: Mapping[str, Any]
+    sharded_mode: str
+
+
+@dataclass
+class _Unit:
+    """What the ranks of one rank set must agree on: their parameters in registration order."""
+
+    members: list[Member]
+    groups: list[Mapping[str, Any]]
+    records: list[dict[str, Any]]
+    static: bytes
+
+
+class Preflight:
+    """The agreement of one optimizer; keeps what does not change between steps.
+
+    Each rank of the component calls :meth:`agree` once per step with its own members.
+    """
+
+    def __init__(self) -> None:
+        self._members: Sequence[Member] | None = None
+        self._units: dict[tuple[int, ...], _Unit] = {}
+        self._channels: dict[Channel, list[tuple[int, ...]]] = {}
+        self._topology: Topology | None = None
+        self._fault: str | None = None
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The process groups of the last agreement, in the order every rank visits them."""
+        return list(self._channels)
+
+    @property
+    def topology(self) -> Topology | None:
+        """The component of the last agreement; None before it, or where nothing is shared."""
+        return self._topology
+
+    def agree(
+        self,
+        members: Sequence[Member],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        skip: bool = False,
+        failure: Exception | None = None,
+    ) -> bool:
+        """Return whether to skip the step (some rank asked), or raise on every rank.
+
+        members: the same object as in the last call when nothing was registered in between.
+        facts: named values of the optimizer itself that must agree, such as its kind.
+        failure: what went wrong on this rank before the step, if anything did.
+
+        Raises the same :class:`~gefen.errors.ShardedStepError` on every rank of the component;
+        where no parameter is shared, ``failure`` itself. Nothing was changed then.
+        """
+        if members is not self._members:
+            self._register(members)
+        if not self._channels:
+            if failure is not None:
+                raise failure
+            return skip
+        facts = {name: diagnosis.canonical(value) for name, value in (facts or {}).items()}
+        digests = self._digests(facts)
+        fault = self._fault is not None
+        flags = self._rounds(digests, [fault, failure is not None, self._is_stale(), skip])
+        if flags[_RELEARN - _FAULT]:
+            self._topology = discover(self.channels, dist.get_rank())
+            flags = self._rounds(digests, [fault, failure is not None, False, skip])
+        if flags[0] or flags[1]:
+            self._refuse(digests, facts, failure)
+        return flags[_SKIP - _FAULT]
+
+    def _register(self, members: Sequence[Member]) -> None:
+        shared = [m for m in members if is_sharded(m.parameter)]
+        meshes = [_mesh(m) for m in shared]
+        distinct = {id(mesh): mesh for mesh in meshes}
+        keys = dict(zip(distinct, identify_meshes(distinct.values()), strict=True))
+        sets: dict[tuple[int, ...], list[Member]] = {}
+        for member, mesh in zip(shared, meshes, strict=True):
+            sets.setdefault(keys[id(mesh)].ranks, []).append(member)
+        channels: dict[Channel, set[tuple[int, ...]]] = {}
+        for mesh in distinct.values():
+            for channel in mesh_channels(mesh):
+                channels.setdefault(channel, set()).add(keys[id(mesh)].ranks)
+        self._units = {ranks: _make_unit(held, keys) for ranks, held in sets.items()}
+        records = [record for unit in self._units.values() for record in unit.records]
+        self._fault = diagnosis.ambiguity(records)
+        ordered = sorted(channels, key=lambda channel: channel.key)
+        self._channels = {channel: sorted(channels[channel]) for channel in ordered}
+        self._members = members
+
+    def _is_stale(self) -> bool:
+        held = frozenset(channel.key for channel in self._channels)
+        return self._topology is None or self._topology.groups != held
+
+    def _digests(self, facts: Mapping[str, str]) -> dict[tuple[int, ...], bytes]:
+        stated = repr(sorted(facts.items())).encode()
+        texts: dict[int, bytes] = {}
+        for unit in self._units.values():
+            for group in unit.groups:
+                if id(group) not in texts:
+                    texts[id(group)] = repr(_hyperparameters(group)).encode()
+        return {ranks: _digest(unit, texts, stated) for ranks, unit in self._units.items()}
+
+    def _rounds(
+        self, digests: Mapping[tuple[int, ...], bytes], start: Sequence[bool]
+    ) -> list[bool]:
+        """Run the rounds and return the flags that any rank of the component raised.
+
+        A rank that does not know the diameter learns it from the vector; the members of a group
+        see the same vectors, so they agree on the number of rounds in it.
+        """
+        prints = {c: _fingerprint(digests[r] for r in sets) for c, sets in self._channels.items()}
+        diameter = self._topology.diameter if self._topology is not None else 0
+        flags = [int(flag) for flag in start]
+        rounds = dict.fromkeys(self._channels, 1)
+        done = 0
+        while active := [c for c in self._channels if rounds[c] > done]:
+            for channel in active:
+                mark = prints[channel]
+                seen = _reduce(channel, [mark, -mark, diameter, -diameter, *flags])
+                flags = seen[_FAULT:]
+                flags[0] |= seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED]
+                flags[2] |= seen[_DIAMETER] != -seen[_DIAMETER_NEGATED]
+                rounds[channel] = max(rounds[channel], seen[_DIAMETER])
+            done += 1
+        return [bool(flag) for flag in flags]
+
+    def _refuse(
+        self,
+        digests: Mapping[tuple[int, ...], bytes],
+        facts: Mapping[str, str],
+        failure: Exception | None,
+    ) -> NoReturn:
+        assert self._topology is not None
+        rank = dist.get_rank()
+        summary = diagnosis.summarise(
+            {ranks: digest.hex() for ranks, digest in digests.items()},
+            self._fault,
+            failure,
+        )
+        spread = (self.channels, self._topology.diameter)
+        summaries = flood(*spread, {str(rank): summary}, "finding out what differs")
+        wanted = diagnosis.units_to_describe(summaries, rank)
+        mine = {
+            diagnosis.unit_name(ranks): _describe(unit, facts)
+            for ranks, unit in self._units.items()
+            if diagnosis.unit_name(ranks) in wanted
+        }
+        details = flood(*spread, {str(rank): mine} if mine else {}, "finding out what differs")
+        raise diagnosis.explain(summaries, details) from failure
+
+
+def _mesh(member: Member) -> Any:
+    assert isinstance(member.parameter, DTensor)
+    return member.parameter.device_mesh
+
+
+def _make_unit(members: list[Member], keys: Mapping[int, MeshKey]) -> _Unit:
+    groups: dict[int, Mapping[str, Any]] = {}
+    positions: dict[int, int] = {}
+    records = []
+    for member in members:
+        groups.setdefault(id(member.group), member.group)
+        position = positions.setdefault(id(member.group), len(positions))
+        records.append(_record(member, keys[id(_mesh(member))], position))
+    static = hashlib.blake2b(repr([sorted(r.items()) for r in records]).encode()).digest()
+    return _Unit(members, list(groups.values()), records, static)
+
+
+def _record(member: Member, mesh: MeshKey, group: int) -> dict[str, Any]:
+    parameter = member.parameter
+    assert isinstance(parameter, DTensor)
+    return {
+        "name": member.name if member.explicit else None,
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "placements": ", ".join(map(repr, parameter.placements)),
+        "mesh": repr(tuple(mesh[1:])),
+        "group": group,
+        "sharded_mode": member.sharded_mode,
+    }
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted(
+        (name, diagnosis.canonical(value))
+        for name, value in group.items()
+        if name not in _NOT_HYPERPARAMETERS
+    )
+
+
+def _digest(unit: _Unit, texts: Mapping[int, bytes], facts: bytes) -> bytes:
+    digest = hashlib.blake2b(unit.static, digest_size=16)
+    digest.update(bytes([member.parameter.grad is not None for member in unit.members]))
+    for group in unit.groups:
+        digest.update(texts[id(group)])
+    digest.update(facts)
+    return digest.digest()
+
+
+def _fingerprint(digests: Any) -> int:
+    joined = hashlib.blake2b(b"".join(digests), digest_size=8).digest()
+    return int.from_bytes(joined, "little") >> 1
+
+
+def _reduce(channel: Channel, slots: list[int]) -> list[int]:
+    vector = torch.tensor(slots, dtype=torch.int64, device=channel.device)
+    with peers_expected(channel, "agreeing on the step"):
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group)
+    reduced: list[int] = vector.tolist()
+    return reduced
+
+
+def _describe(unit: _Unit, facts: Mapping[str, str]) -> list[dict[str, Any]]:
+    texts = [dict(_hyperparameters(group)) for group in unit.groups]
+    return [
+        {
+            **record,
+            "hyperparameters": {
+                **facts,
+                **texts[record["group"]],
+                "sharded_mode": repr(record["sharded_mode"]),
+            },
+            "has_grad": member.parameter.grad is not None,
+        }
+        for record, member in zip(unit.records, unit.members, strict=True)
+    ]

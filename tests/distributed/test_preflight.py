@@ -1,0 +1,461 @@
+"""Every way in which ranks can disagree before a step, on a first and on a later step."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gefen.distributed.preflight import Member, Preflight
+from gefen.errors import ShardedStepError
+
+MODES = ("exact", "distributed")
+
+
+def mesh_over(*ranks: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(ranks))
+
+
+def weight(
+    mesh: DeviceMesh,
+    shape: Sequence[int] = (4, 4),
+    dtype: torch.dtype = torch.float32,
+    placement: Any = Shard(0),  # noqa: B008
+) -> torch.Tensor | None:
+    """A parameter with a gradient, or None where this rank is not in the mesh."""
+    if mesh.get_coordinate() is None:
+        return None
+    local = torch.zeros(shape, dtype=dtype)
+    made = DTensor.from_local(local, mesh, [placement] * mesh.ndim, run_check=False)
+    made.grad = made.clone()
+    return made
+
+
+def group(**values: Any) -> dict[str, Any]:
+    return {"lr": 0.01, "momentum": 0.95, "ns_schedule": "tuned3", **values}
+
+
+def members(mode: str, named: dict[str, torch.Tensor | None], **values: Any) -> list[Member]:
+    held = group(**values)
+    return [Member(n, True, p, held, mode) for n, p in named.items() if p is not None]
+
+
+def bare(mode: str, *parameters: torch.Tensor | None) -> list[Member]:
+    held = group()
+    kept = [p for p in parameters if p is not None]
+    return [Member(f"param{i}", False, p, held, mode) for i, p in enumerate(kept)]
+
+
+def without_grad(mine: list[Member], *names: str) -> list[Member]:
+    return [_ungraded(m) if not names or m.name in names else m for m in mine]
+
+
+def _ungraded(member: Member) -> Member:
+    parameter = member.parameter.detach().clone()
+    return Member(member.name, member.explicit, parameter, member.group, member.sharded_mode)
+
+
+Case = tuple[list[Member], list[Member]]
+
+
+def one_mesh(mode: str, world: int, **values: Any) -> list[Member]:
+    mesh = mesh_over(*range(world))
+    named = {"a": weight(mesh), "b": weight(mesh, (4, 6)), "c": weight(mesh)}
+    return members(mode, named, **values)
+
+
+def on_rank(rank: int, at: int, broken: list[Member], good: list[Member]) -> Case:
+    return good, broken if rank == at else good
+
+
+def reversed_order(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, good[::-1], good)
+
+
+def swapped_across_meshes(rank: int, world: int, mode: str) -> Case:
+    first, second = mesh_over(*range(world)), DeviceMesh("cpu", torch.arange(world).view(1, -1))
+    good = members(mode, {"a": weight(first), "b": weight(second)})
+    return on_rank(rank, 1, good[::-1], good)
+
+
+def swapped_across_equal_meshes(rank: int, world: int, mode: str) -> Case:
+    pair = [mesh_over(0, 1), mesh_over(0, 1)]
+    dist.barrier()
+    good = members(mode, {"a": weight(pair[0]), "b": weight(pair[1])})
+    return on_rank(rank, 1, good[::-1], good)
+
+
+def gradient_missing(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, without_grad(good, "b"), good)
+
+
+def gradients_all_missing(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 0, without_grad(good), good)
+
+
+def fewer_parameters(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, good[:2], good)
+
+
+def duplicate_names(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    twice = [Member("a", True, m.parameter, m.group, mode) if m.name == "c" else m for m in good]
+    return on_rank(rank, 1, twice, good)
+
+
+def bare_of_one_shape(rank: int, world: int, mode: str) -> Case:
+    mesh = mesh_over(*range(world))
+    return one_mesh(mode, world), bare(mode, weight(mesh), weight(mesh))
+
+
+def bare_swapped(rank: int, world: int, mode: str) -> Case:
+    mesh = mesh_over(*range(world))
+    small, large = weight(mesh), weight(mesh, (4, 6))
+    return on_rank(rank, 1, bare(mode, large, small), bare(mode, small, large))
+
+
+def other_dtype(rank: int, world: int, mode: str) -> Case:
+    mesh = mesh_over(*range(world))
+    good = one_mesh(mode, world)
+    named = {"a": weight(mesh), "b": weight(mesh, (4, 6), torch.bfloat16), "c": weight(mesh)}
+    return on_rank(rank, 1, members(mode, named), good)
+
+
+def other_placement(rank: int, world: int, mode: str) -> Case:
+    mesh = mesh_over(*range(world))
+    a, shape = weight(mesh), (4 * world, 4)
+    good = members(mode, {"a": a, "b": weight(mesh)})
+    other = members(mode, {"a": a, "b": weight(mesh, shape, placement=Replicate())})
+    return on_rank(rank, 1, other, good)
+
+
+def other_lr(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, one_mesh_again(good, lr=0.02), good)
+
+
+def other_tensor_lr(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh_again(one_mesh(mode, world), lr=torch.tensor(0.01))
+    return on_rank(rank, 1, one_mesh_again(good, lr=torch.tensor(0.02)), good)
+
+
+def other_momentum(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, one_mesh_again(good, momentum=0.9), good)
+
+
+def other_schedule(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, one_mesh_again(good, ns_schedule=[(3.0, -4.0, 2.0)]), good)
+
+
+def other_mode(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    swapped = MODES[1 - MODES.index(mode)]
+    return on_rank(rank, 1, one_mesh_again(good, mode=swapped), good)
+
+
+def other_groups(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return on_rank(rank, 1, [*good[:2], *one_mesh_again(good[2:])], good)
+
+
+def one_mesh_again(good: list[Member], mode: str = "", **values: Any) -> list[Member]:
+    held = {**good[0].group, **values}
+    return [Member(m.name, True, m.parameter, held, mode or m.sharded_mode) for m in good]
+
+
+def two_overlapping(rank: int, world: int, mode: str) -> Case:
+    meshes = [mesh_over(0, 1), mesh_over(1, 2)]
+    return overlapping(rank, mode, meshes)
+
+
+def chain(rank: int, world: int, mode: str) -> Case:
+    return overlapping(rank, mode, [mesh_over(0, 1), mesh_over(1, 2), mesh_over(2, 3)])
+
+
+def ring(rank: int, world: int, mode: str) -> Case:
+    return overlapping(rank, mode, [mesh_over(0, 1), mesh_over(1, 2), mesh_over(0, 2)])
+
+
+def overlapping(rank: int, mode: str, meshes: list[DeviceMesh]) -> Case:
+    """The fault is on the first mesh alone, between ranks 0 and 1."""
+    named = {f"w{i}.{j}": weight(m) for i, m in enumerate(meshes) for j in range(2)}
+    good = members(mode, named)
+    order = sorted(good, key=lambda m: {"w0.0": "w0.1", "w0.1": "w0.0"}.get(m.name, m.name))
+    return on_rank(rank, 0, order, good)
+
+
+def two_dimensional(rank: int, world: int, mode: str) -> Case:
+    """Rank 3 differs; rank 0 shares no group with it."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    good = members(mode, {"a": weight(mesh), "b": weight(mesh, (4, 6))})
+    return on_rank(rank, 3, good[::-1], good)
+
+
+CASES: list[tuple[Callable[..., Case], int, str, str]] = [
+    (reversed_order, 2, "ParameterOrderError", "position 0 holds 'a' on rank 0, but 'c' on"),
+    (reversed_order, 3, "ParameterOrderError", "'a' on ranks 0, 2, but 'c' on rank 1"),
+    (swapped_across_meshes, 2, "ParameterOrderError", "'a' on rank 0, but 'b' on rank 1"),
+    (swapped_across_equal_meshes, 3, "ParameterOrderError", "'a' on rank 0, but 'b'"),
+    (gradient_missing, 2, "GradientPresenceError", "'b' has a gradient on rank 0 but none on"),
+    (gradient_missing, 4, "GradientPresenceError", "'b' has a gradient on ranks 0, 2-3 but"),
+    (gradients_all_missing, 2, "GradientPresenceError", "'a' has a gradient on rank 1 but none"),
+    (fewer_parameters, 2, "ParameterIdentityError", "is 3 on rank 0, 2 on rank 1; 'c' is miss"),
+    (duplicate_names, 3, "ParameterIdentityError", "on rank 1, the parameters at positions 0, 2"),
+    (bare_of_one_shape, 2, "ParameterIdentityError", "on ranks 0-1, the unnamed parameters at"),
+    (bare_swapped, 2, "ParameterOrderError", "position 0 holds the unnamed parameter of shape"),
+    (other_dtype, 2, "ParameterIdentityError", "dtype float32.* on rank 0, but .*bfloat16"),
+    (other_placement, 2, "ParameterIdentityError", "'b' has .*Shard.*rank 0, but .*Replicate"),
+    (other_lr, 2, "HyperparameterMismatchError", "lr is 0.01 on rank 0, but 0.02 on rank 1 for"),
+    (other_tensor_lr, 2, "HyperparameterMismatchError", "lr is 0.00999.* but 0.01999.* on rank 1"),
+    (other_momentum, 2, "HyperparameterMismatchError", "momentum is 0.95 on rank 0, but 0.9 on"),
+    (other_schedule, 2, "HyperparameterMismatchError", "ns_schedule is 'tuned3'.*\\(3.0, -4.0"),
+    (other_mode, 2, "HyperparameterMismatchError", "sharded_mode is .* on rank 0, but .* on ran"),
+    (other_groups, 2, "HyperparameterMismatchError", "divided into parameter groups differently"),
+    (two_overlapping, 3, "ParameterOrderError", "'w0.0' on rank 1, but|'w0.1' on rank 0, but"),
+    (chain, 4, "ParameterOrderError", "'w0.1' on rank 0, but 'w0.0' on rank 1"),
+    (ring, 3, "ParameterOrderError", "'w0.1' on rank 0, but 'w0.0' on rank 1"),
+    (two_dimensional, 4, "ParameterOrderError", "'a' on ranks 0-2, but 'b' on rank 3"),
+]
+
+
+def agree_and_disagree(
+    good: list[Member], broken: list[Member], good_steps: int
+) -> tuple[str, str]:
+    preflight = Preflight()
+    for _ in range(good_steps):
+        assert not preflight.agree(good)
+    told = refusal(preflight, broken)
+    assert refusal(preflight, broken) == told
+    assert not preflight.agree(good)
+    return told
+
+
+def refusal(preflight: Preflight, mine: list[Member], **arguments: Any) -> tuple[str, str]:
+    try:
+        preflight.agree(mine, **arguments)
+    except ShardedStepError as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+@pytest.mark.parametrize(
+    ("builder", "world", "kind", "message"), CASES, ids=lambda v: getattr(v, "__name__", None)
+)
+def test_every_rank_raises_the_same_error_and_a_corrected_step_follows(
+    ranks: RankPool, builder: Callable[..., Case], world: int, kind: str, message: str
+) -> None:
+    told = [each for each in ranks.run(run_case, world, builder.__name__) if each is not None]
+    for variant in zip(*told, strict=True):
+        assert len(set(variant)) == 1, variant
+        assert variant[0][0] == kind, variant[0]
+        assert re.search(message, variant[0][1]), variant[0]
+        assert "call step() again" in variant[0][1]
+
+
+def run_case(rank: int, world: int, builder: str) -> Any:
+    """Both modes, the fault on a first and on a later step; None on ranks outside the meshes."""
+    told = []
+    for mode, good_steps in itertools.product(MODES, (0, 2)):
+        good, broken = globals()[builder](rank, world, mode)
+        if good:
+            told.append(agree_and_disagree(good, broken, good_steps))
+    return told or None
+
+
+def all_missing_everywhere(rank: int, world: int) -> None:
+    preflight, mine = Preflight(), one_mesh("exact", world)
+    assert not preflight.agree(without_grad(mine))
+    assert not preflight.agree(mine)
+
+
+def test_no_gradient_anywhere_is_agreed(ranks: RankPool) -> None:
+    ranks.run(all_missing_everywhere, 2)
+
+
+def failing_rank(rank: int, world: int) -> tuple[str, str, str]:
+    """Overlapping meshes; rank 0 fails, rank 2 does not share a mesh with it."""
+    good, _ = two_overlapping(rank, world, "exact")
+    preflight, causes = Preflight(), []
+    told = ("", "")
+    for _ in range(2):
+        failure = ValueError("closure broke") if rank == 0 else None
+        try:
+            preflight.agree(good, failure=failure)
+        except ShardedStepError as error:
+            told = (type(error).__name__, str(error))
+            causes.append(error.__cause__ is failure)
+        assert not preflight.agree(good)
+    assert causes == [True, True]
+    return (*told, "")
+
+
+def test_a_local_failure_reaches_the_whole_component(ranks: RankPool) -> None:
+    told = ranks.run(failing_rank, 3)
+    assert len(set(told)) == 1
+    assert told[0][0] == "PeerFailureError"
+    assert "rank 0 failed with ValueError: closure broke" in told[0][1]
+
+
+def skipping(rank: int, world: int) -> list[bool]:
+    good, _ = chain(rank, world, "exact")
+    preflight = Preflight()
+    return [preflight.agree(good, skip=rank == 3), preflight.agree(good)]
+
+
+def test_a_skip_asked_by_one_rank_is_a_skip_on_every_rank(ranks: RankPool) -> None:
+    assert ranks.run(skipping, 4) == [[True, False]] * 4
+
+
+class Counter:
+    """Count the collectives that this process enters, with their bytes."""
+
+    NAMES = ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        for name in self.NAMES:
+            setattr(dist, name, self._counting(name, getattr(dist, name)))
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, first.numel() * first.element_size()))
+            return real(first, *args, **kwargs)
+
+        return call
+
+    def take(self) -> list[tuple[str, int]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def count_calls(rank: int, world: int, count: int) -> list[list[tuple[str, int]]]:
+    counter = Counter()
+    mesh = mesh_over(*range(world))
+    mine = members("exact", {f"w{i}": weight(mesh) for i in range(count)})
+    preflight = Preflight()
+    preflight.agree(mine)
+    counter.take()
+    per_step = []
+    for _ in range(2):
+        preflight.agree(mine)
+        per_step.append(counter.take())
+    return per_step
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_step_costs_one_small_all_reduce_per_group(ranks: RankPool, count: int) -> None:
+    for per_step in ranks.run(count_calls, 2, count):
+        assert per_step == [[("all_reduce", 64)]] * 2
+
+
+def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
+    counter = Counter()
+    good, _ = chain(rank, world, "exact")
+    preflight = Preflight()
+    preflight.agree(good)
+    counter.take()
+    preflight.agree(good)
+    return counter.take()
+
+
+def test_a_chain_costs_its_diameter_per_group(ranks: RankPool) -> None:
+    counted = ranks.run(count_chain, 4)
+    assert [len(calls) for calls in counted] == [3, 6, 6, 3]
+    assert {call for calls in counted for call in calls} == {("all_reduce", 64)}
+
+
+def count_nothing(rank: int, world: int) -> list[tuple[str, int]]:
+    counter = Counter()
+    plain = Member("a", True, torch.zeros(2, 2), group(), "exact")
+    assert not Preflight().agree([plain])
+    with pytest.raises(ValueError, match="mine"):
+        Preflight().agree([plain], failure=ValueError("mine"))
+    return counter.take()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_tensors_enter_no_collective(ranks: RankPool, world: int) -> None:
+    assert ranks.run(count_nothing, world) == [[]] * world
+
+
+def one_rank_mesh(rank: int, world: int) -> list[tuple[str, int]]:
+    counter = Counter()
+    meshes = [mesh_over(r) for r in range(world)]
+    named = {"a": weight(meshes[rank]), "b": weight(meshes[rank])}
+    assert not Preflight().agree(members("exact", named))
+    return counter.take()
+
+
+def test_a_mesh_of_one_rank_enters_no_collective(ranks: RankPool) -> None:
+    assert ranks.run(one_rank_mesh, 2) == [[], []]
+
+
+def legal_orders(rank: int, world: int) -> None:
+    """Ranks interleave their meshes as they like; within each mesh the order is one."""
+    meshes = [mesh_over(0, 1), mesh_over(1, 2), mesh_over(0, 2), mesh_over(0, 1, 2)]
+    blocks = [
+        [(f"w{i}.{j}", weight(mesh)) for j in range(2)]
+        for i, mesh in enumerate(meshes)
+        if mesh.get_coordinate() is not None
+    ]
+    orders = list(itertools.permutations(blocks))
+    preflight = Preflight()
+    for shift in range(4):
+        chosen = orders[(rank * 2 + shift) % len(orders)]
+        named = dict(pair for block in chosen for pair in block)
+        assert not preflight.agree(members("exact", named))
+
+
+def test_meshes_may_be_registered_in_any_order(ranks: RankPool) -> None:
+    ranks.run(legal_orders, 3)
+
+
+def topology_changes(rank: int, world: int) -> list[int]:
+    """{0,1} and {2,3} apart; then joined by {1,2}; then one rank forgets its optimizer."""
+    meshes = [mesh_over(0, 1), mesh_over(2, 3), mesh_over(1, 2)]
+    early = members("exact", {f"w{i}": weight(m) for i, m in enumerate(meshes[:2])})
+    late = members("exact", {f"w{i}": weight(m) for i, m in enumerate(meshes)})
+    preflight = Preflight()
+    diameters = []
+    for mine in (early, early, late, late):
+        assert not preflight.agree(mine)
+        assert preflight.topology is not None
+        diameters.append(preflight.topology.diameter)
+    for forgetful in range(world):
+        preflight = Preflight() if rank == forgetful else preflight
+        assert not preflight.agree(late)
+        assert preflight.topology is not None
+        diameters.append(preflight.topology.diameter)
+    return diameters
+
+
+def test_the_topology_is_learned_again_when_groups_change(ranks: RankPool) -> None:
+    assert ranks.run(topology_changes, 4) == [[1, 1, 3, 3, 3, 3, 3, 3]] * 4
+
+
+def missing_mesh(rank: int, world: int) -> tuple[str, str]:
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    mesh = DeviceMesh.from_group(short, "cpu", mesh=torch.tensor([0, 1]))
+    named = {"a": weight(mesh)} if rank == 0 else {}
+    return refusal(Preflight(), members("exact", named))
+
+
+def test_a_rank_that_never_comes_is_reported_after_the_groups_time(ranks: RankPool) -> None:
+    told = ranks.run(missing_mesh, 2)[0]
+    assert told[0] == "PeerFailureError"
+    assert "ranks 0-1" in told[1]
