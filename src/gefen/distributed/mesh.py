@@ -139,11 +139,15 @@ def peers_expected(channel: Channel, purpose: str) -> Iterator[None]:
 
 
 def all_gather_tensor(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
-) -> None:
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
     """Gather equally sized tensors into ``output``; torch renamed the function in 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, source, group=group)
+    work: dist.Work | None = gather(output, source, group=group, async_op=async_op)
+    return work
 
 
 def all_gather_bytes(channel: Channel, payload: bytes, purpose: str) -> list[bytes]:
