@@ -17,7 +17,7 @@ SMALLEST = 8
 LARGEST_FALLBACK = 2048
 """Upper bound of the period taken where the gradient shows no block structure."""
 
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Elements that :func:`find_period` holds in float64 at a time on the CPU."""
 
 _DEVICE_CHUNK = 1 << 22
@@ -106,15 +106,20 @@ def _block_errors(grad: Tensor, periods: list[int]) -> list[float]:
     device = _sum_device(grad)
     chunk = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     fourth = torch.zeros((), dtype=torch.float64, device=device)
-    squares = [torch.zeros_like(fourth) for _ in periods]
-    carries = [torch.zeros_like(fourth) for _ in periods]
+    squares = [fourth.clone() for _ in periods]
+    starts = [fourth.clone() for _ in periods]  # prefix sum at the start of the open block
+    base = fourth.clone()
     for start in range(0, n, chunk):
         g = flat_slice(grad, start, min(start + chunk, n)).to(device, torch.float64)
         g = g * g
         fourth += g.dot(g)
         prefix = torch.cumsum(g, 0)
         for i, period in enumerate(periods):
-            squares[i], carries[i] = _add_blocks(prefix, start, period, squares[i], carries[i])
+            ends = prefix[period - 1 - start % period :: period]
+            if ends.numel():
+                squares[i] += _squared_sums(ends, starts[i] - base)
+                starts[i] = base + ends[-1]
+        base += prefix[-1]
     total = float(fourth)
     variances = [(total - float(s) / p) / n for s, p in zip(squares, periods, strict=True)]
     if not torch.isfinite(torch.tensor([total, *variances])).all():
@@ -130,13 +135,8 @@ def _sum_device(grad: Tensor) -> torch.device:
     return torch.device("cpu")
 
 
-def _add_blocks(
-    prefix: Tensor, start: int, period: int, squares: Tensor, carry: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Add the squared sums of the blocks that end in this chunk; carry the open block on."""
-    ends = prefix[period - 1 - start % period :: period]
-    if ends.numel() == 0:
-        return squares, carry + prefix[-1]
-    first = ends[0] + carry
+def _squared_sums(ends: Tensor, start: Tensor) -> Tensor:
+    """Sum of the squared block sums, from the prefix sums at the first start and all ends."""
+    first = ends[0] - start
     sums = torch.diff(ends)
-    return squares + first * first + sums.dot(sums), prefix[-1] - ends[-1]
+    return first * first + sums.dot(sums)

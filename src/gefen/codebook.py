@@ -254,8 +254,9 @@ class Quantizer:
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Index (uint8) of the entry nearest to each element of ``x``, any shape.
 
-        ``out``, uint8 of the same shape, receives the result if given.
+        ``out``, contiguous uint8 of the same shape, receives the result if given.
         """
+        x = x.contiguous()
         if out is None:
             out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         if x.dtype == torch.float64:
@@ -266,7 +267,7 @@ class Quantizer:
         return _look_up(x.float(), split, below, index, out)
 
     def decode(self, index: Tensor, out: Tensor | None = None) -> Tensor:
-        """Entries (float32) of uint8 ``index``, any shape; into ``out`` if given."""
+        """Entries (float32) of uint8 ``index``, any shape; into contiguous ``out`` if given."""
         if out is None:
             out = torch.empty(index.shape, dtype=torch.float32, device=index.device)
         # index_select runs in parallel and vectorised; plain indexing is 4 times slower.
@@ -328,7 +329,7 @@ def _cell(x: Tensor, cells: int) -> Tensor:
 
 def _look_up(x: Tensor, split: Tensor, below: Tensor, index: Tensor, out: Tensor) -> Tensor:
     cell = _cell(x, len(split)).view(-1)
-    over = x.reshape(-1) > torch.index_select(split, 0, cell)
+    over = x.view(-1) > torch.index_select(split, 0, cell)
     torch.index_select(below, 0, cell, out=out.view(-1))
     out.view(-1).add_(over.view(torch.uint8))
     if len(index) < SIZE:

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gefen import blocks
+from gefen.blocks import divisors, find_period, flat_slice
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "periods.npz")
+SHAPES = sorted(key.removesuffix(".grad") for key in GOLDEN.files if key.endswith(".grad"))
+
+
+def defined_period(grad: np.ndarray) -> int:
+    """The period by its definition: the variance of every block of every divisor."""
+    squares = grad.astype(np.float64).reshape(-1) ** 2
+    n = squares.size
+    candidates = [d for d in range(1, n) if n % d == 0]
+    errors = [np.sqrt(squares.reshape(-1, d).var(axis=1).mean()) for d in candidates]
+    scores = [1e-12, *np.diff(errors)]
+    period = candidates[int(np.argmin(scores))] if candidates else 1
+    if period >= 8 or n < 8:
+        return period if period >= 8 else 1
+    options = [max(d for d in range(1, n + 1) if n % d == 0 and d <= 2048)]
+    if grad.ndim >= 2:
+        options.append(grad.shape[-1])
+    return max([1, *(p for p in options if p >= 8)])
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recorded_periods(shape: str) -> None:
+    assert find_period(torch.from_numpy(GOLDEN[f"{shape}.grad"])) == GOLDEN[f"{shape}.period"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    st.integers(0, 2**31),
+    st.integers(1, 40),
+)
+def test_the_period_is_the_defined_one(shape: list[int], seed: int, chunk: int) -> None:
+    grad = noise(*shape, seed=seed)
+    scale = noise(*shape[:-1], 1, seed=seed + 1).exp()
+    for g in (grad, grad * scale):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "CHUNK", chunk)
+            assert find_period(g) == defined_period(g.numpy())
+
+
+@pytest.mark.parametrize("rows", [2, 6, 35])
+@pytest.mark.parametrize("length", [9, 32, 100])
+def test_rows_of_different_size_become_the_blocks(rows: int, length: int) -> None:
+    grad = noise(rows, length).sign() * torch.logspace(0, 3, rows).unsqueeze(1)
+    grad[:, ::7] *= 1.5
+    assert find_period(grad) == defined_period(grad.numpy())
+    assert length % find_period(grad) == 0 or find_period(grad) % length == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "period"),
+    [((64, 48), 1536), ((1 << 12,), 2048), ((3, 4096), 4096), ((3, 5), 15), ((7, 1), 1)],
+)
+def test_a_constant_gradient_gets_a_row_or_the_longest_run(shape: tuple, period: int) -> None:
+    assert find_period(torch.full(shape, 0.1)) == period
+    assert find_period(torch.zeros(shape)) == period
+
+
+def test_a_prime_count_beyond_the_longest_run_stays_in_single_elements() -> None:
+    assert find_period(noise(2053)) == 1
+    assert find_period(noise(2053, 1)) == 1
+    assert find_period(noise(1, 2053)) == 2053
+    assert find_period(noise(2039)) == 2039
+
+
+@pytest.mark.parametrize("n", range(8))
+def test_fewer_than_eight_elements_are_not_cut(n: int) -> None:
+    assert find_period(noise(n)) == 1
+
+
+def test_a_scalar_is_one_element() -> None:
+    assert find_period(torch.tensor(3.0)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_count_as_their_values(dtype: torch.dtype) -> None:
+    grad = (noise(24, 30) * torch.linspace(1, 9, 24).unsqueeze(1)).to(dtype)
+    assert find_period(grad) == defined_period(grad.double().numpy())
+
+
+def test_strides_do_not_matter() -> None:
+    grad = noise(6, 10, 16)
+    for view in (grad.permute(2, 0, 1), grad.transpose(0, 1), grad[:, ::2, 3:], grad[..., :1]):
+        assert find_period(view) == find_period(view.contiguous())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_non_finite_gradient_counts_as_without_structure(bad: float) -> None:
+    grad = noise(16, 33)
+    grad[3, 5] = bad
+    assert find_period(grad) == 528
+
+
+def test_extreme_values_give_a_legal_period() -> None:
+    for scale in (1e-45, 1e-30, 1e30, 3e38):
+        assert 360 % find_period(noise(12, 30).sign() * scale) == 0
+    assert 360 % find_period(noise(12, 30).double() * 1e200) == 0
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the most bytes that one operation put into new memory."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, out.numel() * out.element_size())
+        return out
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_temporary_memory_does_not_grow_with_the_tensor(
+    monkeypatch: pytest.MonkeyPatch, transposed: bool
+) -> None:
+    monkeypatch.setattr(blocks, "CHUNK", 512)
+    grad = noise(48, 125)
+    with Allocations() as seen:
+        find_period(grad.t() if transposed else grad)
+    assert seen.largest <= 8 * 512
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_a_flat_slice_is_that_of_the_copy(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = noise(*shape).permute(order)
+    start = data.draw(st.integers(0, tensor.numel() - 1))
+    stop = data.draw(st.integers(start + 1, tensor.numel()))
+    assert torch.equal(flat_slice(tensor, start, stop), tensor.flatten()[start:stop])
+
+
+@given(st.integers(1, 3000))
+def test_divisors(n: int) -> None:
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
