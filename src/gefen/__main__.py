@@ -1,0 +1,38 @@
+"""``python -m gefen``: what a bug report needs."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.utils import collect_env
+
+import gefen
+
+
+def report() -> Iterator[str]:
+    """Lines with versions, devices, and what runs on each."""
+    yield f"gefen {gefen.__version__} ({gefen.__file__})"
+    yield f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    yield f"python {platform.python_version()} ({sys.executable})"
+    yield f"platform {platform.platform()}"
+    yield f"cpu: {gefen.kernels.active_backend('cpu')}"
+    yield "kernel architectures: none in this version"
+    if not torch.cuda.is_available():
+        yield "cuda: not available"
+        return
+    driver = collect_env.get_nvidia_driver_version(collect_env.run)  # type: ignore[no-untyped-call]
+    yield f"driver {driver or 'unknown'}"
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        backend = gefen.kernels.active_backend(f"cuda:{number}", fused=False)
+        yield (
+            f"cuda:{number}: {backend}, {properties.name}, "
+            f"sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    print("\n".join(report()))

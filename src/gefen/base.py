@@ -1,0 +1,314 @@
+"""What Gefen and GefenMuon have in common: groups, the order of a step, the shared codebook."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gefen.codebook import SIZE, Quantizer
+from gefen.errors import InvalidArgumentError, UnsupportedParameterError
+from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
+from gefen.kernels.tasks import Momentum
+from gefen.momentum import learn, reencode
+from gefen.parameters import Slot, check_distinct, check_gradient, check_parameter, named, slots
+from gefen.state import (
+    CODEBOOK,
+    GLOBAL_STEP,
+    INDEX,
+    MAGNITUDE,
+    PERIOD,
+    SHARED,
+    STEP,
+    CheckpointedOptimizer,
+    Entry,
+    Spec,
+    disagreement,
+)
+
+logger = logging.getLogger("gefen")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A parameter that has a gradient, and its group's settings at the time of this step."""
+
+    slot: Slot
+    grad: Tensor
+    settings: dict[str, Any]
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter itself."""
+        return self.slot.param
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step is about to publish; making it changes nothing."""
+
+    works: list[Work]
+    missing: dict[Tensor, Entry] = field(default_factory=dict)
+    """What each parameter's state lacks."""
+    codebook: Tensor | None = None
+    """Learned in this step, on the CPU."""
+
+
+class QuantisedOptimizer(CheckpointedOptimizer):
+    """Base of the optimizers whose momentum is quantised with a learned codebook.
+
+    A step has three parts: ``_collect`` validates every gradient, ``_prepare`` computes new
+    state and codebook aside, ``_commit`` publishes and updates. Only the last one changes
+    anything, so a step that raises has changed nothing.
+    """
+
+    checks: ClassVar[dict[str, Check]]
+    """One for each setting of a group."""
+
+    option_checks: ClassVar[dict[str, Check]] = {
+        "fused": flag,
+        "deterministic": flag,
+        "capturable": unavailable,
+        "verbose": flag,
+    }
+    """One for each setting of the whole optimizer."""
+
+    def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
+        """``arguments`` holds at least the settings that the two tables of checks name."""
+        self.options = checked(arguments, self.option_checks)
+        self._quantizers: dict[torch.device, tuple[Tensor, Quantizer]] = {}
+        super().__init__(_groups(params), checked(arguments, self.checks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._quantizers = {}
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own settings; those not given are the defaults.
+
+        Raises, and adds nothing, for a bad setting, a parameter that cannot be optimized or
+        one that is already here.
+        """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            refuse("param_group", param_group, "a dict that holds parameters as 'params'")
+        group = dict(param_group)
+        group["params"], names = named(group["params"])
+        if names is not None:
+            group["param_names"] = names
+        misplaced = sorted(group.keys() & self.options.keys())
+        if misplaced:
+            raise InvalidArgumentError(
+                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
+                "holds for all groups"
+            )
+        group |= checked({**self.defaults, **group}, self.checks)
+        added = list(slots([*self.param_groups, group]))
+        for slot in added[len(added) - len(group["params"]) :]:
+            self._check(slot)
+        check_distinct(added)
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` returns.
+
+        ``closure`` runs first, with gradients enabled. Whatever raises before the update
+        (closure, a bad gradient, a bad setting) leaves all parameters and state as they were.
+        """
+        loss = evaluate(closure)
+        self._commit(self._prepare(self._collect()))
+        return loss
+
+    def _check(self, slot: Slot) -> None:
+        """Raise where the parameter cannot be optimized."""
+        check_parameter(slot.param, slot.name)
+
+    def _collect(self) -> list[Work]:
+        """Every parameter with a gradient, all of it validated."""
+        settings = {id(group): self._current(group) for group in self.param_groups}
+        return [
+            Work(slot, grad, settings[id(slot.group)])
+            for slot, grad in gradients(self.param_groups, self._check)
+        ]
+
+    def _current(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group's settings for one step, ``lr`` as a float."""
+        settings = self._resumed(group)
+        settings["lr"] = float(settings["lr"])
+        return settings
+
+    def _prepare(self, works: list[Work]) -> Plan:
+        if not works:
+            return Plan(works)
+        missing = {work.param: self._missing(work) for work in works}
+        codebook = None
+        if self._wants_codebook():
+            known = (missing[w.param].get(PERIOD) or self.state[w.param][PERIOD] for w in works)
+            codebook = learn(zip((work.grad for work in works), known, strict=True))
+        return Plan(works, missing, codebook)
+
+    def _missing(self, work: Work) -> Entry:
+        """What the parameter's state lacks before this step, on the parameter's device."""
+        param, entry = work.param, self.state.get(work.param)
+        if not entry:
+            period, n = self._period(work), param.numel()
+            new: Entry = {
+                STEP: 0,
+                PERIOD: period,
+                INDEX: torch.zeros(n, dtype=torch.uint8, device=param.device),
+                MAGNITUDE: torch.zeros(n // period, dtype=torch.float32, device=param.device),
+            }
+            return new | self._moments(work, new)
+        problem = disagreement(self._spec(param, entry), entry)
+        if problem is not None:
+            raise UnsupportedParameterError(
+                f"Parameter {work.slot.name!r} has changed since its state was made: {problem}"
+            )
+        moved = {
+            key: value.to(param.device)
+            for key, value in entry.items()
+            if isinstance(value, Tensor) and key not in SHARED and value.device != param.device
+        }
+        return moved | self._moments(work, entry)
+
+    def _wants_codebook(self) -> bool:
+        known = self._shared(CODEBOOK) is not None
+        every = self.options.get("codebook_refresh_every", 0)
+        return not known or bool(every and self._shared(GLOBAL_STEP) % every == 0)
+
+    def _entries(self) -> list[Entry]:
+        """The state of every parameter that has one."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return [self.state[param] for param in params if self.state.get(param)]
+
+    def _shared(self, key: str) -> Any:
+        return next((entry[key] for entry in self._entries() if key in entry), None)
+
+    def _commit(self, plan: Plan) -> None:
+        if not plan.works:
+            return
+        for param, entry in plan.missing.items():
+            self.state[param].update(entry)
+        self._share(plan.codebook)
+        for work in plan.works:
+            self.state[work.param][STEP] += 1
+        if self.options["verbose"]:
+            self._log(plan)
+        self._update([work for work in plan.works if work.param.numel()])
+
+    def _share(self, learned: Tensor | None) -> None:
+        """Count the step and hand codebook and count to every parameter's state.
+
+        Before anything can be learned there is no codebook: all momenta are zero or non-finite
+        then, and stay so under any codebook.
+        """
+        entries = self._entries()
+        count, codebook = self._shared(GLOBAL_STEP), self._shared(CODEBOOK)
+        count = torch.zeros((), dtype=torch.int64, device="cpu") if count is None else count
+        count += 1
+        by_device = {e[CODEBOOK].device: e[CODEBOOK] for e in entries if CODEBOOK in e}
+        if learned is not None:
+            if codebook is not None:
+                for entry in entries:
+                    device = entry[INDEX].device
+                    reencode(entry[INDEX], codebook.to(device), learned.to(device))
+            codebook, by_device = learned, {learned.device: learned}
+        for entry in entries:
+            entry[GLOBAL_STEP] = count
+            if codebook is not None:
+                device = entry[INDEX].device
+                if device not in by_device:
+                    by_device[device] = codebook.to(device)
+                entry[CODEBOOK] = by_device[device]
+
+    def _log(self, plan: Plan) -> None:
+        if plan.codebook is not None:
+            logger.info("learned a codebook from %d gradients", len(plan.works))
+        for work in plan.works:
+            if PERIOD in plan.missing[work.param]:
+                period = plan.missing[work.param][PERIOD]
+                logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
+
+    def _quantizer(self, device: torch.device, codebook: Tensor | None) -> Quantizer:
+        if codebook is None:
+            return Quantizer(torch.linspace(-1, 1, SIZE, dtype=torch.float32, device=device))
+        known = self._quantizers.get(device)
+        if known is None or known[0] is not codebook:
+            known = self._quantizers[device] = codebook, Quantizer(codebook)
+        return known[1]
+
+    def _momentum(self, work: Work, beta: float) -> Momentum:
+        """The arguments of this parameter's momentum update."""
+        entry = self.state[work.param]
+        seed = int(entry[GLOBAL_STEP]), work.slot.number
+        return Momentum(
+            grad=work.grad,
+            index=entry[INDEX],
+            magnitude=entry[MAGNITUDE],
+            period=entry[PERIOD],
+            beta=beta,
+            quantizer=self._quantizer(work.param.device, entry.get(CODEBOOK)),
+            dtype=torch.float64 if work.param.dtype == torch.float64 else torch.float32,
+            seed=seed if work.settings["stochastic_round"] else None,
+        )
+
+    def _halves(self) -> Sequence[QuantisedOptimizer]:
+        return [self]
+
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return checked(settings, {**self.checks, "lr": current_rate})
+
+    def _period(self, work: Work) -> int:
+        """The block length of a parameter, from its first gradient."""
+        raise NotImplementedError
+
+    def _moments(self, work: Work, entry: Entry) -> Entry:
+        """Second moments that ``entry`` lacks."""
+        raise NotImplementedError
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        """What the state of ``param`` must hold."""
+        raise NotImplementedError
+
+    def _update(self, works: list[Work]) -> None:
+        """Update parameters and state; none is empty and all state is in place."""
+        raise NotImplementedError
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """What ``closure`` returns, run with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def gradients(
+    groups: list[dict[str, Any]], check: Callable[[Slot], None]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Every parameter that has a gradient, both validated, and that gradient."""
+    for slot in slots(groups):
+        grad = slot.param.grad
+        if grad is not None:
+            check(slot)
+            check_gradient(slot.param, grad, slot.name)
+            yield slot, grad.detach()
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    """What a constructor takes as ``params``, as one or more groups."""
+    if isinstance(params, Tensor):
+        refuse("params", "a tensor", "an iterable, such as model.named_parameters()")
+    items, names = named(params)
+    if not items:
+        raise InvalidArgumentError("params is empty: there is nothing to optimize")
+    if all(isinstance(item, dict) for item in items):
+        return items
+    return [{"params": items if names is None else list(zip(names, items, strict=True))}]

@@ -1,0 +1,156 @@
+"""Gefen: AdamW at about one byte of optimizer state per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from gefen import hyperparameters as check
+from gefen import kernels
+from gefen.base import QuantisedOptimizer, Work
+from gefen.blocks import find_period
+from gefen.errors import InvalidArgumentError
+from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
+from gefen.parameters import Slot
+from gefen.state import MAGNITUDE, STEP, V_COL, V_ROW, Entry, Spec, V, momentum_spec
+
+
+class Gefen(QuantisedOptimizer):
+    """AdamW with quantised momentum and shared or factored second moments.
+
+    A drop-in for :class:`torch.optim.AdamW`: float32, bfloat16, float16 and float64 parameters
+    of any shape, bare or as (name, parameter) pairs, in groups with their own settings.
+
+    State of a parameter of n elements: a codebook index for each element (n bytes), float32
+    magnitudes for each block of elements, and float32 second moments for each block, or for
+    each row and column of a matrix with ``factored_v_2d``. Block lengths and the codebook are
+    learned from the first gradients. Arithmetic is float32, for float64 parameters float64;
+    the state's dtypes are the same for all.
+
+    Settings of a group:
+
+    - ``lr`` ≥ 0, or a tensor with one element that may be changed in place; ``betas`` in
+      [0, 1); ``eps`` ≥ 0; ``weight_decay`` ≥ 0, decoupled as in AdamW.
+    - ``factored_v_2d``: factored second moments for matrices.
+    - ``force_1d_period_one``, ``force_2d_period_one``, ``period_one_substrings``: magnitudes
+      for every single element of vectors, of matrices, of parameters whose name contains one.
+    - ``stochastic_round``: round the momentum up or down at random by distance, rather than to
+      the nearest entry; a resumed run repeats the same numbers.
+
+    Settings of the optimizer:
+
+    - ``codebook_refresh_every``: learn the codebook anew after so many steps; 0 keeps the first.
+    - ``fused``: use kernels where there are any for the device; on the CPU there are none.
+    - ``deterministic``: only algorithms that repeat bit for bit; the CPU has no others.
+    - ``capturable``: not available yet.
+    - ``verbose``: log learned block lengths and codebooks to the logger ``gefen``.
+
+    Raises :class:`~gefen.errors.InvalidArgumentError` for settings outside these ranges,
+    :class:`~gefen.errors.UnsupportedParameterError` for sparse, complex or integer parameters
+    and :class:`~gefen.errors.UnsupportedFeatureError` for what is not available.
+
+    Sources: arXiv 2606.13894; Shazeer & Stern 2018 for factored second moments.
+    """
+
+    checks: ClassVar[dict[str, check.Check]] = {
+        "lr": check.learning_rate,
+        "betas": check.betas,
+        "eps": check.at_least_zero,
+        "weight_decay": check.at_least_zero,
+        "force_1d_period_one": check.flag,
+        "force_2d_period_one": check.flag,
+        "period_one_substrings": check.strings,
+        "factored_v_2d": check.flag,
+        "stochastic_round": check.flag,
+    }
+    option_checks: ClassVar[dict[str, check.Check]] = {
+        **QuantisedOptimizer.option_checks,
+        "codebook_refresh_every": check.whole,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        fused: bool = True,
+        force_1d_period_one: bool = False,
+        force_2d_period_one: bool = False,
+        period_one_substrings: Iterable[str] = (),
+        factored_v_2d: bool = True,
+        codebook_refresh_every: int = 0,
+        stochastic_round: bool = False,
+        deterministic: bool = False,
+        capturable: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _check(self, slot: Slot) -> None:
+        super()._check(slot)
+        if slot.group["period_one_substrings"] and "param_names" not in slot.group:
+            raise InvalidArgumentError(
+                f"Invalid period_one_substrings={slot.group['period_one_substrings']!r}: "
+                "parameters have no names; pass model.named_parameters()"
+            )
+
+    def _period(self, work: Work) -> int:
+        settings, dimensions = work.settings, work.param.dim()
+        forced = (
+            (dimensions == 1 and settings["force_1d_period_one"])
+            or (dimensions == 2 and settings["force_2d_period_one"])
+            or any(part in work.slot.name for part in settings["period_one_substrings"])
+        )
+        return 1 if forced else find_period(work.grad)
+
+    def _moments(self, work: Work, entry: Entry) -> Entry:
+        if V in entry or V_ROW in entry:
+            return {}
+        param = work.param
+        if work.settings["factored_v_2d"] and param.dim() == 2:
+            rows, columns = param.shape
+            return {
+                V_ROW: torch.zeros(rows, dtype=torch.float32, device=param.device),
+                V_COL: torch.zeros(columns, dtype=torch.float32, device=param.device),
+            }
+        return {V: torch.zeros_like(entry[MAGNITUDE])}
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        spec = momentum_spec(param, entry)
+        if param.dim() == 2 and V not in entry:
+            spec.tensors[V_ROW] = (torch.float32, (param.shape[0],))
+            spec.tensors[V_COL] = (torch.float32, (param.shape[1],))
+        else:
+            spec.tensors[V] = spec.tensors[MAGNITUDE]
+        return spec
+
+    def _update(self, works: list[Work]) -> None:
+        blocks, factored = [], []
+        for work in works:
+            entry, param = self.state[work.param], work.param.detach()
+            momentum, adam = self._momentum(work, work.settings["betas"][0]), _adam(work, entry)
+            if V in entry:
+                blocks.append(BlockStep(param, momentum, entry[V], adam))
+            else:
+                factored.append(FactoredStep(param, momentum, entry[V_ROW], entry[V_COL], adam))
+        kernels.block_step(blocks, self.options["fused"])
+        kernels.factored_step(factored, self.options["fused"])
+
+
+def _adam(work: Work, entry: dict[str, Any]) -> Adam:
+    settings, step = work.settings, entry[STEP]
+    beta1, beta2 = settings["betas"]
+    return Adam(
+        lr=settings["lr"],
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+        beta2=beta2,
+        correction1=1 - beta1**step,
+        correction2=1 - beta2**step,
+    )

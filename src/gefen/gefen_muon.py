@@ -1,0 +1,219 @@
+"""GefenMuon: Muon at about one byte of optimizer state per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from gefen import hyperparameters as check
+from gefen import kernels
+from gefen.base import QuantisedOptimizer, Work
+from gefen.blocks import find_period
+from gefen.errors import UnsupportedParameterError
+from gefen.kernels.reference import matrix_step
+from gefen.kernels.tasks import DenseMomentum
+from gefen.newton_schulz import (
+    STANDARD,
+    Schedule,
+    lr_ratio,
+    normalise_rows,
+    orthogonalise,
+    resolve_schedule,
+)
+from gefen.parameters import Slot
+from gefen.state import NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
+
+
+def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
+    return resolve_schedule(None, value, 1)[0]
+
+
+def _steps(name: str, value: Any) -> int:
+    return len(resolve_schedule(None, STANDARD, value))
+
+
+def _schedule(name: str, value: Any) -> str | Schedule | None:
+    resolved = resolve_schedule(value)
+    return value if value is None or isinstance(value, str) else resolved
+
+
+class GefenMuon(QuantisedOptimizer):
+    """Muon with quantised momentum, for matrices; others are refused by name.
+
+    The update of a matrix is its momentum with all singular values brought near 1 by
+    Newton-Schulz iteration in bfloat16. State of a matrix of n elements: a codebook index for
+    each element (n bytes), float32 magnitudes for each block of elements, and with ``normuon``
+    one float32 for each row. Besides chunks, a step holds the dense update of one matrix (of
+    several with ``batched_ns``) and what the iteration needs.
+
+    Settings of a group:
+
+    - ``lr`` ≥ 0, or a tensor with one element that may be changed in place; ``weight_decay``
+      ≥ 0, decoupled; ``momentum`` in [0, 1); ``nesterov``; ``eps`` > 0, the smallest norm that
+      a matrix is divided by.
+    - ``ns_schedule``: None or "standard" (``ns_coefficients`` repeated ``ns_steps`` times),
+      "tuned3", "tuned4", or (a, b, c) triples, one for each iteration.
+    - ``adjust_lr_fn``: None or "original" multiplies the rate by sqrt(max(1, rows / columns)),
+      "match_rms_adamw" by 0.2 · sqrt(max(rows, columns)).
+    - ``normuon``, ``normuon_beta2``, ``normuon_eps``: even out the update's rows.
+    - ``cautious``: drop elements of the update that disagree in sign with the gradient.
+    - ``batched_ns``: iterate matrices of one shape together, as many as fit in
+      ``batched_ns_workspace_bytes``; the results are those of single ones.
+    - ``stochastic_round``: as in :class:`~gefen.Gefen`.
+    - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
+    - ``fp8_ns``: not available yet; ``fp8_ns_compile`` only concerns it.
+
+    Settings of the optimizer, and errors: as in :class:`~gefen.Gefen`.
+
+    Sources: Jordan et al. 2024 (Muon); arXiv 2510.05491 (NorMuon); arXiv 2411.16085 (cautious).
+    """
+
+    checks: ClassVar[dict[str, check.Check]] = {
+        "lr": check.learning_rate,
+        "weight_decay": check.at_least_zero,
+        "momentum": check.decay_rate,
+        "nesterov": check.flag,
+        "ns_coefficients": _coefficients,
+        "eps": check.above_zero,
+        "ns_steps": _steps,
+        "ns_schedule": _schedule,
+        "adjust_lr_fn": check.one_of(None, "original", "match_rms_adamw"),
+        "sharded_mode": check.one_of("exact", "distributed", "approx"),
+        "fp8_ns": check.unavailable,
+        "fp8_ns_compile": check.flag,
+        "batched_ns": check.flag,
+        "batched_ns_workspace_bytes": check.whole,
+        "stochastic_round": check.flag,
+        "normuon": check.flag,
+        "normuon_beta2": check.decay_rate,
+        "normuon_eps": check.at_least_zero,
+        "cautious": check.flag,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = STANDARD,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        ns_schedule: str | Iterable[Iterable[float]] | None = None,
+        adjust_lr_fn: str | None = None,
+        fused: bool = True,
+        sharded_mode: str = "exact",
+        fp8_ns: bool = False,
+        fp8_ns_compile: bool = True,
+        batched_ns: bool = False,
+        batched_ns_workspace_bytes: int = 268435456,
+        stochastic_round: bool = False,
+        deterministic: bool = False,
+        normuon: bool = False,
+        normuon_beta2: float = 0.95,
+        normuon_eps: float = 1e-8,
+        cautious: bool = False,
+        capturable: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _check(self, slot: Slot) -> None:
+        super()._check(slot)
+        if slot.param.dim() != 2:
+            raise UnsupportedParameterError(
+                f"Parameter {slot.name!r} has shape {tuple(slot.param.shape)}: GefenMuon takes "
+                "matrices only; use GefenMuonHybrid, or give the others to Gefen"
+            )
+
+    def _period(self, work: Work) -> int:
+        return find_period(work.grad)
+
+    def _moments(self, work: Work, entry: Entry) -> Entry:
+        if not work.settings["normuon"] or NORMUON_V in entry:
+            return {}
+        rows, device = work.param.shape[0], work.param.device
+        return {
+            NORMUON_V: torch.zeros(rows, dtype=torch.float32, device=device),
+            NORMUON_STEP: 0,
+        }
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        spec = momentum_spec(param, entry)
+        if NORMUON_V in entry:
+            spec.tensors[NORMUON_V] = (torch.float32, (param.shape[0],))
+            spec.counts[NORMUON_STEP] = 0
+        return spec
+
+    def _update(self, works: list[Work]) -> None:
+        for bucket in _buckets(works):
+            dense = self._directions(bucket)
+            settings = bucket[0].settings
+            updates = orthogonalise(dense, _resolved(settings), settings["eps"])
+            for work, update in zip(bucket, updates.view_as(dense), strict=True):
+                self._apply(work, update)
+
+    def _directions(self, bucket: list[Work]) -> Tensor:
+        """Advance the momenta; their directions, bfloat16 [matrices, rows, columns]."""
+        param = bucket[0].param
+        shape = (len(bucket), *param.shape)
+        dense = torch.empty(shape, dtype=torch.bfloat16, device=param.device)
+        tasks = [
+            DenseMomentum(
+                self._momentum(work, work.settings["momentum"]), work.settings["nesterov"], out
+            )
+            for work, out in zip(bucket, dense, strict=True)
+        ]
+        kernels.momentum_update(tasks, self.options["fused"])
+        return dense
+
+    def _apply(self, work: Work, update: Tensor) -> None:
+        settings, param = work.settings, work.param.detach()
+        if settings["normuon"]:
+            entry = self.state[work.param]
+            entry[NORMUON_STEP] += 1
+            update = normalise_rows(
+                update,
+                entry[NORMUON_V],
+                settings["normuon_beta2"],
+                entry[NORMUON_STEP],
+                settings["normuon_eps"],
+            )
+        matrix_step(
+            param,
+            update,
+            lr=settings["lr"] * lr_ratio(param.shape, settings["adjust_lr_fn"]),
+            weight_decay=settings["lr"] * settings["weight_decay"],
+            cautious=work.grad if settings["cautious"] else None,
+        )
+
+
+def _resolved(settings: dict[str, Any]) -> Schedule:
+    keys = ("ns_schedule", "ns_coefficients", "ns_steps")
+    return resolve_schedule(*(settings[key] for key in keys))
+
+
+def _buckets(works: list[Work]) -> Iterator[list[Work]]:
+    """Works whose matrices are iterated together: alike, and within the workspace."""
+    alike: dict[Any, list[Work]] = {}
+    for number, work in enumerate(works):
+        settings, param = work.settings, work.param
+        key: Any = number
+        if settings["batched_ns"]:
+            key = (param.shape, param.device, _resolved(settings), settings["eps"])
+        alike.setdefault(key, []).append(work)
+    for group in alike.values():
+        fitting = group[0].settings["batched_ns_workspace_bytes"] // _workspace(group[0].param)
+        size = max(fitting, 1)
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
+
+
+def _workspace(param: Tensor) -> int:
+    """Bytes of one matrix's iteration: two bfloat16 copies of it and two of its Gram matrix."""
+    return 4 * (param.numel() + min(param.shape) ** 2)

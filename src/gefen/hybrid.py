@@ -1,0 +1,284 @@
+"""GefenMuonHybrid: Muon for hidden matrices, a backup optimizer for everything else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gefen import hyperparameters as check
+from gefen.base import evaluate, gradients
+from gefen.errors import InvalidArgumentError, UnsupportedParameterError
+from gefen.gefen import Gefen
+from gefen.gefen_muon import GefenMuon
+from gefen.parameters import Slot, check_parameter, slots
+from gefen.routing import (
+    BACKUP_SUBSTRINGS,
+    NamedParams,
+    split_named,
+    split_params_for_muon,
+    validate_split,
+)
+from gefen.state import STEP, CheckpointedOptimizer, Entry, Spec
+
+
+class BackupAdamW(torch.optim.AdamW):
+    """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
+
+    checks: ClassVar[dict[str, check.Check]] = {
+        "lr": check.learning_rate,
+        "betas": check.betas,
+        "eps": check.at_least_zero,
+        "weight_decay": check.at_least_zero,
+    }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in AdamW, with settings and parameters validated as in the other half."""
+        settings = check.checked({**self.defaults, **param_group}, self.checks)
+        super().add_param_group({**param_group, **settings})
+
+    def _collect(self) -> list[Slot]:
+        found = []
+        for slot, grad in gradients(self.param_groups, _check_slot):
+            if grad.dtype != slot.param.dtype:
+                raise UnsupportedParameterError(
+                    f"Gradient of parameter {slot.name!r} is {grad.dtype}, the parameter "
+                    f"{slot.param.dtype}: AdamW takes equal dtypes only"
+                )
+            found.append(slot)
+        return found
+
+    def _prepare(self, works: list[Slot]) -> list[Slot]:
+        return works
+
+    def _commit(self, plan: list[Slot]) -> None:
+        if plan:
+            self.step()
+
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        given = {key: settings.get(key, default) for key, default in self.defaults.items()}
+        return given | check.checked(settings, {**self.checks, "lr": check.current_rate})
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        wide = torch.get_default_dtype() == torch.float64
+        average = (param.dtype, tuple(param.shape))
+        step = (torch.float64 if wide else torch.float32, ())
+        return Spec({}, {STEP: step, "exp_avg": average, "exp_avg_sq": average})
+
+
+def _check_slot(slot: Slot) -> None:
+    check_parameter(slot.param, slot.name)
+
+
+class GefenMuonHybrid(CheckpointedOptimizer):
+    """GefenMuon for hidden matrices, Gefen or AdamW for the other parameters.
+
+    ``GefenMuonHybrid(model, lr=…)`` routes by :func:`~gefen.split_params_for_muon`;
+    ``GefenMuonHybrid(model.named_parameters(), lr=…)`` does so by names and shapes alone, as
+    pairs say nothing of modules; two lists of pairs are taken as they are. A parameter in both
+    is an error.
+
+    ``lr`` and ``weight_decay`` hold for both halves, unless ``muon_lr``, ``backup_lr``,
+    ``muon_weight_decay`` or ``backup_weight_decay`` are given. ``betas``, ``eps``,
+    ``backup_1d_period_one``, ``backup_2d_period_one`` and ``no_decay_substrings`` (parts of
+    names that get no weight decay) are the backup's; the rest are those of
+    :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
+    "adamw".
+
+    ``param_groups`` and ``state`` are those of both halves: schedulers, GradScaler and hooks
+    treat this as one optimizer. A scheduler that cycles momentum moves Muon's alone.
+    """
+
+    muon: GefenMuon | None
+    backup: Gefen | BackupAdamW | None
+
+    def __init__(
+        self,
+        muon_named_params: nn.Module | Iterable[tuple[str, Tensor]],
+        backup_named_params: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        lr: float | Tensor,
+        backup_substrings: Iterable[str] | None = None,
+        muon_lr: float | Tensor | None = None,
+        backup_lr: float | Tensor | None = None,
+        backup_optimizer: str = "gefen",
+        weight_decay: float = 0.0,
+        muon_weight_decay: float | None = None,
+        backup_weight_decay: float | None = None,
+        no_decay_substrings: Iterable[str] = (),
+        backup_1d_period_one: bool = False,
+        backup_2d_period_one: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool = True,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_schedule: str | Iterable[Iterable[float]] | None = "tuned3",
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        sharded_mode: str = "exact",
+        fp8_ns: bool = False,
+        fp8_ns_compile: bool = True,
+        batched_ns: bool = False,
+        batched_ns_workspace_bytes: int = 268435456,
+        stochastic_round: bool = False,
+        deterministic: bool = False,
+        normuon: bool = True,
+        normuon_beta2: float = 0.95,
+        normuon_eps: float = 1e-8,
+        cautious: bool = False,
+        capturable: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        given = locals()
+        self._backup_substrings = check.strings(
+            "backup_substrings",
+            BACKUP_SUBSTRINGS if backup_substrings is None else backup_substrings,
+        )
+        no_decay = check.strings("no_decay_substrings", no_decay_substrings)
+        if backup_named_params is not None and backup_substrings is not None:
+            raise InvalidArgumentError(
+                "backup_substrings decides how one model or list is routed, but two lists that "
+                "are already routed are given: leave it out"
+            )
+        muon, backup = _routed(muon_named_params, backup_named_params, self._backup_substrings)
+        self._make_muon, self._make_backup = _muon_maker(given), _backup_maker(given)
+        # What Optimizer.__init__ does too, without insisting on groups of its own.
+        super().__setstate__(
+            {
+                "defaults": {"lr": lr, "weight_decay": weight_decay, "momentum": momentum},
+                "state": defaultdict(dict),
+                "param_groups": [],
+            }
+        )
+        self.muon = self._make_muon(muon) if muon else None
+        self.backup = self._make_backup(_by_decay(backup, no_decay)) if backup else None
+        self._adopt()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, *, backup_substrings: Iterable[str] | None = None, **kwargs: Any
+    ) -> GefenMuonHybrid:
+        """A hybrid for all trainable parameters of ``model``; ``lr`` is required."""
+        return cls(model, backup_substrings=backup_substrings, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add (name, parameter) pairs, routed by name and shape, to the half they belong to.
+
+        All pairs of one call must go to the same half; the other keys are settings of that half.
+        """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            check.refuse("param_group", param_group, "a dict that holds pairs as 'params'")
+        muon, backup = split_named(param_group["params"], self._backup_substrings)
+        if bool(muon) == bool(backup):
+            raise InvalidArgumentError(
+                f"Invalid params: {len(muon)} parameters go to Muon and {len(backup)} to the "
+                "backup; add those of one half at a time"
+            )
+        validate_split(_pairs(self.muon) + muon, _pairs(self.backup) + backup)
+        group = {**param_group, "params": muon or backup}
+        if muon:
+            self.muon = _extended(self.muon, self._make_muon, group)
+        else:
+            self.backup = _extended(self.backup, self._make_backup, group)
+        self._adopt()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step both halves; return what ``closure`` returns.
+
+        Both have validated everything before either changes anything.
+        """
+        loss = evaluate(closure)
+        halves = self._halves()
+        plans = [half._prepare(half._collect()) for half in halves]
+        for half, plan in zip(halves, plans, strict=True):
+            half._commit(plan)
+        return loss
+
+    def _halves(self) -> list[Any]:
+        return [half for half in (self.muon, self.backup) if half is not None]
+
+    def _adopt(self) -> None:
+        """Make groups and state of both halves this optimizer's, as the very same objects."""
+        for half in self._halves():
+            half.state = self.state
+            for group in half.param_groups:
+                if not any(group is known for known in self.param_groups):
+                    self.param_groups.append(group)
+
+
+def _routed(
+    first: Any, second: Any, backup_substrings: tuple[str, ...]
+) -> tuple[NamedParams, NamedParams]:
+    """Both halves' pairs, from one model, one list of pairs, or two lists."""
+    if second is not None:
+        halves = first, second
+    elif isinstance(first, nn.Module):
+        halves = split_params_for_muon(first, backup_substrings)
+    else:
+        halves = split_named(first, backup_substrings)
+    muon, backup = validate_split(*halves)
+    if not muon and not backup:
+        raise InvalidArgumentError("there is no trainable parameter to optimize")
+    return muon, backup
+
+
+def _muon_maker(given: dict[str, Any]) -> partial[GefenMuon]:
+    """GefenMuon with the hybrid's arguments, which must be valid even if it has no matrix."""
+    own = _rates(given, "muon") | {"eps": 1e-7}
+    return _maker(GefenMuon, {**GefenMuon.checks, **GefenMuon.option_checks}, given | own)
+
+
+def _backup_maker(given: dict[str, Any]) -> partial[Any]:
+    own = _rates(given, "backup")
+    if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
+        return _maker(BackupAdamW, BackupAdamW.checks, given | own)
+    own["factored_v_2d"] = False
+    for dimensions in ("1d", "2d"):
+        name = f"backup_{dimensions}_period_one"
+        own[f"force_{dimensions}_period_one"] = check.flag(name, given[name])
+    return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)
+
+
+def _rates(given: dict[str, Any], half: str) -> dict[str, Any]:
+    """A half's learning rate and weight decay."""
+    rates = {}
+    for name in ("lr", "weight_decay"):
+        own = f"{half}_{name}"
+        chosen = name if given[own] is None else own
+        rates[name] = GefenMuon.checks[name](chosen, given[chosen])
+    return rates
+
+
+def _maker(kind: Any, checks: dict[str, check.Check], given: dict[str, Any]) -> partial[Any]:
+    return partial(kind, **check.checked(given, {k: c for k, c in checks.items() if k in given}))
+
+
+def _by_decay(params: NamedParams, no_decay: tuple[str, ...]) -> list[dict[str, Any]]:
+    """One group of parameters with the default weight decay, one without any."""
+    exempt = [pair for pair in params if any(part in pair[0] for part in no_decay)]
+    rest = [pair for pair in params if pair not in exempt]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": exempt, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _extended(
+    half: Any, make: Callable[[list[dict[str, Any]]], Any], group: dict[str, Any]
+) -> Any:
+    if half is None:
+        return make([group])
+    half.add_param_group(group)
+    return half
+
+
+def _pairs(half: Any) -> NamedParams:
+    return [] if half is None else [(s.name, s.param) for s in slots(half.param_groups)]

@@ -1,0 +1,121 @@
+"""Checks of settings: each returns the value in canonical form or names it in an error."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gefen.errors import InvalidArgumentError, UnsupportedFeatureError
+
+Check = Callable[[str, Any], Any]
+
+
+def checked(settings: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """The canonical value of every setting that ``checks`` names.
+
+    Canonical values are plain Python objects (and the very tensor given as ``lr``), so that a
+    state dict holding them loads with ``weights_only=True``.
+    """
+    return {name: check(name, settings[name]) for name, check in checks.items()}
+
+
+def refuse(name: str, value: object, must: str) -> NoReturn:
+    """Raise :class:`InvalidArgumentError` for setting ``name``."""
+    raise InvalidArgumentError(f"Invalid {name}={value!r}: must be {must}")
+
+
+def _real(value: object) -> float:
+    """``value`` as a float; NaN where it is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    return float(value)
+
+
+def at_least_zero(name: str, value: object) -> float:
+    """A finite number ≥ 0."""
+    number = _real(value)
+    return number if 0 <= number < math.inf else refuse(name, value, "a finite number >= 0")
+
+
+def above_zero(name: str, value: object) -> float:
+    """A finite number > 0."""
+    number = _real(value)
+    return number if 0 < number < math.inf else refuse(name, value, "a finite number > 0")
+
+
+def decay_rate(name: str, value: object) -> float:
+    """A number in [0, 1), the weight an average gives to its past."""
+    number = _real(value)
+    return number if 0 <= number < 1 else refuse(name, value, "a number in [0, 1)")
+
+
+def learning_rate(name: str, value: object) -> float | Tensor:
+    """A finite number ≥ 0, or a floating tensor that holds just one; the tensor is kept."""
+    if not isinstance(value, Tensor):
+        return at_least_zero(name, value)
+    if value.numel() != 1 or not value.is_floating_point():
+        refuse(name, value, "a number or a floating-point tensor with one element")
+    at_least_zero(name, value.item())
+    return value
+
+
+def betas(name: str, value: object) -> tuple[float, float]:
+    """Two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        refuse(name, value, "two numbers in [0, 1)")
+    first, second = (decay_rate(f"{name}[{i}]", beta) for i, beta in enumerate(value))
+    return first, second
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, no other value that merely counts as one."""
+    return value if isinstance(value, bool) else refuse(name, value, "True or False")
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number ≥ 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        refuse(name, value, "a whole number >= 0")
+    return int(value)
+
+
+def strings(name: str, value: object) -> tuple[str, ...]:
+    """A collection of strings; a single string is refused, as its letters are never meant."""
+    must = "a collection of strings, such as ('bias', 'norm')"
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        refuse(name, value, must)
+    items = tuple(value)
+    return items if all(isinstance(item, str) for item in items) else refuse(name, value, must)
+
+
+def _one_of(choices: tuple[object, ...], name: str, value: object) -> Any:
+    if not any(
+        value is choice or (isinstance(value, str) and value == choice) for choice in choices
+    ):
+        refuse(name, value, "one of " + ", ".join(map(repr, choices)))
+    return value
+
+
+def one_of(*choices: object) -> Check:
+    """One of ``choices``: strings or None."""
+    return partial(_one_of, choices)
+
+
+def unavailable(name: str, value: object) -> bool:
+    """False; True asks for an option that this version does not have."""
+    if flag(name, value):
+        raise UnsupportedFeatureError(f"{name}=True is not available yet: pass {name}=False")
+    return False
+
+
+def current_rate(name: str, value: object) -> float | Tensor:
+    """A learning rate in use: finite; schedulers may leave one a rounding error below zero."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not math.isfinite(_real(number)):
+        refuse(name, value, "a finite number or a tensor with one element")
+    return value if isinstance(value, Tensor) else _real(number)

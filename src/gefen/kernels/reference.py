@@ -1,0 +1,235 @@
+"""The updates in torch operations: the specification, on any device.
+
+Everything runs in chunks of at most ``CHUNK`` elements, so that the temporary memory of a step
+does not grow with the largest tensor. A parameter whose dtype is not that of the arithmetic is
+rounded after weight decay and after the update, as torch.optim rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gefen.codebook import counter_uniform
+from gefen.kernels.flat import edited, load, rectangles
+from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
+
+CHUNK = 1 << 18
+"""Elements that are worked on at a time."""
+
+SMALLEST_SHARE = 1e-3
+"""Lower bound of the share that a cautious update is divided by (arXiv 2411.16085)."""
+
+
+class Scratch:
+    """Buffers of one dtype, by name, reused from chunk to chunk."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, count: int) -> Tensor:
+        """``count`` elements with arbitrary content."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count:
+            buffer = torch.empty(count, dtype=self._dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer[:count]
+
+
+def momentum_update(tasks: Sequence[DenseMomentum]) -> None:
+    """m̂ ← quantised EMA of the gradient; out ← m̂, or β·m̂ + (1 − β)·g with nesterov."""
+    for task in tasks:
+        momentum, out = task.momentum, task.out.view(-1)
+        scratch = Scratch(momentum.dtype, out.device)
+        for start, stop, grad, entry, top in _advance(momentum, scratch):
+            direction = entry.mul_(top).view(-1)
+            if task.nesterov:
+                direction.lerp_(grad, 1 - momentum.beta)
+            out[start:stop].copy_(direction)
+
+
+def block_step(tasks: Sequence[BlockStep]) -> None:
+    """v ← EMA of block means of g²; p ← p(1 − lr·wd) − lr·m̂/bc1 / (sqrt(v)/sqrt(bc2) + eps)."""
+    for task in tasks:
+        adam, momentum = task.adam, task.momentum
+        scratch = Scratch(momentum.dtype, task.param.device)
+        _average_blocks(momentum, task.v, adam.beta2, scratch)
+        for start, stop, _, entry, top in _advance(momentum, scratch):
+            first = start // momentum.period
+            v = task.v[first : first + len(top), None].to(top.dtype)
+            below = v.sqrt().div_(math.sqrt(adam.correction2)).add_(adam.eps)
+            step = (top * (adam.lr / adam.correction1)).div_(below)
+            with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
+                _decay(param, adam.lr * adam.weight_decay, task.param.dtype)
+                param.view_as(entry).addcmul_(entry, step, value=-1)
+
+
+def factored_step(tasks: Sequence[FactoredStep]) -> None:
+    """r, c ← EMAs of row and column means of g²; v = r cᵀ / mean(r); p as in the block step."""
+    for task in tasks:
+        adam, momentum = task.adam, task.momentum
+        scratch = Scratch(momentum.dtype, task.param.device)
+        _average_factors(task, scratch)
+        total = task.row.mean(dtype=momentum.dtype).mul_(adam.correction2)
+        for start, stop, _, entry, top in _advance(momentum, scratch):
+            below = scratch.take("below", stop - start)
+            _root(task, total, start, below)
+            step = entry.mul_(top).view(-1)
+            with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
+                _decay(param, adam.lr * adam.weight_decay, task.param.dtype)
+                param.addcdiv_(step, below.add_(adam.eps), value=-adam.lr / adam.correction1)
+
+
+def matrix_step(
+    param: Tensor, update: Tensor, lr: float, weight_decay: float, cautious: Tensor | None
+) -> None:
+    """p ← p(1 − weight_decay) − lr·update; ``weight_decay`` includes the learning rate.
+
+    ``update`` is contiguous and may be overwritten. ``cautious`` is the gradient or None: with
+    it, elements of ``update`` that disagree with it in sign are dropped and the others divided
+    by their share of all elements (Liang et al. 2024, arXiv 2411.16085).
+    """
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    scratch = Scratch(dtype, param.device)
+    share = None if cautious is None else _agreeing_share(update, cautious, scratch)
+    for start, stop in _cut(0, param.numel()):
+        step = load(update, start, stop, scratch.take("update", stop - start))
+        if cautious is not None and share is not None:
+            grad = load(cautious, start, stop, scratch.take("grad", stop - start))
+            step = step * (step * grad > 0) / share
+        with edited(param, start, stop, scratch.take("param", stop - start)) as values:
+            _decay(values, weight_decay, param.dtype)
+            values.add_(step, alpha=-lr)
+
+
+def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
+    n = update.numel()
+    agreeing = torch.zeros((), dtype=torch.int64, device=update.device)
+    for start, stop in _cut(0, n):
+        step = load(update, start, stop, scratch.take("update", stop - start))
+        sign = load(grad, start, stop, scratch.take("grad", stop - start))
+        agreeing += torch.count_nonzero(step * sign > 0)
+    return (agreeing / n).clamp_(min=SMALLEST_SHARE)
+
+
+def _decay(values: Tensor, weight_decay: float, dtype: torch.dtype) -> None:
+    """p ← p(1 − weight_decay), rounded to the parameter's ``dtype`` as an operation of its own.
+
+    torch.optim.AdamW rounds here too, so that decay below half a unit in the last place is lost.
+    """
+    if weight_decay:
+        values.mul_(1 - weight_decay)
+        if values.dtype != dtype:
+            values.copy_(values.to(dtype))
+
+
+def _cut(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(a, min(a + CHUNK, stop)) for a in range(start, stop, CHUNK)]
+
+
+def _spans(n: int, period: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole blocks, as many as fit in a chunk but at least one."""
+    width = max(CHUNK // period, 1) * period
+    return ((start, min(start + width, n)) for start in range(0, n, width))
+
+
+def _advance(
+    momentum: Momentum, scratch: Scratch
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Advance the momentum's state, chunk by chunk.
+
+    Yields start and stop of the chunk, its gradient [count], the codebook entries of its new
+    momentum [blocks, period], free to overwrite, and the blocks' new magnitudes [blocks, 1].
+    A block longer than a chunk comes in several chunks and is read twice: its magnitude must
+    be known before its first element can be written.
+    """
+    for start, stop in _spans(momentum.index.numel(), momentum.period):
+        old = momentum.magnitude[start // momentum.period : stop // momentum.period]
+        chunks = _cut(start, stop)
+        grad, mean = _blend(momentum, old, *chunks[0], scratch)
+        top = _peak(mean, scratch)
+        for chunk in chunks[1:]:
+            top = torch.maximum(top, _peak(_blend(momentum, old, *chunk, scratch)[1], scratch))
+        for a, b in chunks:
+            if len(chunks) > 1:
+                grad, mean = _blend(momentum, old, a, b, scratch)
+            yield a, b, grad, _quantise(momentum, mean, top, a), top
+        old.copy_(top.squeeze(1))
+
+
+def _blend(
+    momentum: Momentum, magnitude: Tensor, start: int, stop: int, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Gradient [count] and m = m̂ + (1 − β)(g − m̂) [blocks, elements] of one chunk."""
+    grad = load(momentum.grad, start, stop, scratch.take("grad", stop - start))
+    mean = momentum.quantizer.decode(momentum.index[start:stop]).to(grad.dtype)
+    mean = mean.view(len(magnitude), -1).mul_(magnitude.unsqueeze(1))
+    return grad, mean.lerp_(grad.view_as(mean), 1 - momentum.beta)
+
+
+def _peak(mean: Tensor, scratch: Scratch) -> Tensor:
+    """Largest magnitude of each block, [blocks, 1]; NaN where one is."""
+    size = scratch.take("size", mean.numel()).view_as(mean)
+    return torch.abs(mean, out=size).amax(dim=1, keepdim=True)
+
+
+def _quantise(momentum: Momentum, mean: Tensor, top: Tensor, start: int) -> Tensor:
+    """Store a chunk's new indices; return their entries. Overwrites ``mean``."""
+    quantizer = momentum.quantizer
+    x = mean.div_(top.masked_fill(top == 0, 1)).view(-1)
+    if momentum.seed is None:
+        index = quantizer.encode(x)
+    else:
+        lower, upper, chance = quantizer.neighbours(x)
+        draw = counter_uniform(*momentum.seed, start, x.numel(), x.device)
+        index = torch.where(draw < chance, upper, lower)
+    momentum.index[start : start + x.numel()] = index
+    return quantizer.decode(index).to(mean.dtype).view_as(mean)
+
+
+def _average_blocks(momentum: Momentum, v: Tensor, beta2: float, scratch: Scratch) -> None:
+    """v ← β2·v + (1 − β2)·(mean of g² in each block)."""
+    v.mul_(beta2)
+    for start, stop in _spans(momentum.index.numel(), momentum.period):
+        blocks = v[start // momentum.period : stop // momentum.period]
+        for a, b in _cut(start, stop):
+            grad = load(momentum.grad, a, b, scratch.take("grad", b - a))
+            square = torch.mul(grad, grad, out=scratch.take("size", b - a))
+            total = square.view(len(blocks), -1).sum(dim=1)
+            blocks.add_(total, alpha=(1 - beta2) / momentum.period)
+
+
+def _average_factors(task: FactoredStep, scratch: Scratch) -> None:
+    """r ← β2·r + (1 − β2)·(row means of g²), and c likewise for columns."""
+    rows, columns = task.param.shape
+    beta2 = task.adam.beta2
+    task.row.mul_(beta2)
+    task.column.mul_(beta2)
+    for start, stop in _cut(0, rows * columns):
+        grad = load(task.momentum.grad, start, stop, scratch.take("grad", stop - start))
+        square = torch.mul(grad, grad, out=scratch.take("size", stop - start))
+        for top, bottom, left, right in rectangles(start, stop, columns):
+            count = (bottom - top) * (right - left)
+            part, square = square[:count].view(bottom - top, -1), square[count:]
+            task.row[top:bottom].add_(part.sum(dim=1), alpha=(1 - beta2) / columns)
+            task.column[left:right].add_(part.sum(dim=0), alpha=(1 - beta2) / rows)
+
+
+def _root(task: FactoredStep, total: Tensor, start: int, out: Tensor) -> None:
+    """``out`` ← sqrt(r cᵀ / total) from element ``start`` on; zeros where ``total`` is zero.
+
+    As a product of two roots: r and c of small gradients would underflow if multiplied first.
+    """
+    floor = torch.finfo(out.dtype).tiny
+    filled = 0
+    columns = task.param.shape[1]
+    for top, bottom, left, right in rectangles(start, start + len(out), columns):
+        row = task.row[top:bottom, None].to(out.dtype).div(total.clamp(min=floor)).sqrt_()
+        column = task.column[left:right].to(out.dtype).sqrt()
+        part = out[filled : filled + len(row) * len(column)].view(len(row), len(column))
+        torch.mul(row, column, out=part)
+        filled += part.numel()

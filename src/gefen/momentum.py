@@ -1,0 +1,42 @@
+"""The codebook that all quantised momenta of one optimizer share: learning and replacing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gefen.codebook import BINS, Quantizer, accumulate_histogram, solve
+
+CHUNK = 1 << 20
+
+ZERO_BIN = BINS // 2
+
+
+def learn(gradients: Iterable[tuple[Tensor, int]]) -> Tensor | None:
+    """The codebook, float32 [256] on the CPU, of gradients and their periods.
+
+    None where every finite gradient is zero: that says nothing about the distribution, and a
+    codebook learned from it would hold a single value for the rest of the training. Blocks that
+    hold a non-finite element are left out, so they cannot spoil it for the others.
+    """
+    counts: dict[torch.device, Tensor] = {}
+    for grad, period in gradients:
+        count = counts.setdefault(
+            grad.device, torch.zeros(BINS, dtype=torch.int64, device=grad.device)
+        )
+        accumulate_histogram(grad, period, count)
+    total = torch.stack([count.cpu() for count in counts.values()]).sum(dim=0)
+    return None if total.sum() == total[ZERO_BIN] else solve(total)
+
+
+def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:
+    """Replace each uint8 index into ``old`` by that of the nearest entry of ``new``, in place.
+
+    Magnitudes stay: every codebook ends in −1 and 1, so a block's largest entry keeps its value.
+    """
+    table = Quantizer(new).encode(old)
+    for start in range(0, index.numel(), CHUNK):
+        part = index[start : start + CHUNK]
+        part.copy_(table[part.int()])
