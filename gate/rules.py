@@ -24,6 +24,9 @@ _PRIVATE_KEY = re.compile(rb"\s*-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----")
 _FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 _ARCH_IN_NAME = re.compile(r"(sm|compute)_?(\d+[af]?)(?![0-9a-z])")
 _MAX_COMPONENT = 255
+# Control characters, line separators, and marks that change the direction of writing.
+_INVISIBLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
+_TRAILING = re.compile(r"[ .](/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +40,33 @@ class Rule:
 
 def check_names(facts: Facts) -> Iterator[str]:
     """Members must be plain relative paths, each once, on any file system."""
-    seen: dict[str, str] = {}
-    spelled: dict[str, str] = {}
+    seen: dict[str, Member] = {}
     folders: set[str] = set()
     for member in facts.members:
         problem = _name_problem(member.name)
         if problem:
             yield f"{member.name}: {problem}"
-        path = member.name.rstrip("/")
+        path = member.name.removesuffix("/")
         if path in seen:
             yield f"{member.name}: is in the archive more than once"
-        seen[path] = member.name
-        parts = path.split("/")
-        ancestors = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-        folders.update(ancestors if not member.is_folder else [*ancestors, path])
-        for prefix in (*ancestors, path):
-            other = spelled.setdefault(_folded(prefix), prefix)
-            if other != prefix:
-                yield f"{prefix}: is the same path as {other} where case or accents are ignored"
-    for path, name in seen.items():
-        if path in folders and not name.endswith("/"):
-            yield f"{name}: is a file and a directory at once"
+        seen[path] = member
+        folder = path if member.is_folder else path.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    for path in sorted(folders & seen.keys()):
+        if not seen[path].is_folder:
+            yield f"{path}: is a file and a directory at once"
+    spelled: dict[str, str] = {}
+    for path in sorted(folders | seen.keys()):
+        other = spelled.setdefault(_folded(path), path)
+        if other != path:
+            yield f"{path}: is the same path as {other} where case or accents are ignored"
 
 
 def _folded(path: str) -> str:
+    if path.isascii():
+        return path.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 
@@ -70,18 +76,15 @@ def _name_problem(name: str) -> str | None:
         return "leads out of the installation directory"
     if "\\" in name or ":" in name:
         return "has a backslash or a colon; on Windows that is another path"
-    if any(part in ("", ".") for part in parts):
+    if "" in parts or "." in parts:
         return "is not a normalised path"
-    if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _BIDI for c in name):
+    if _INVISIBLE.search(name):
         return "has control characters in its name"
     if any(len(part.encode()) > _MAX_COMPONENT for part in parts):
         return f"has a name longer than {_MAX_COMPONENT} bytes"
-    if any(part != part.rstrip(" .") for part in parts):
-        return "ends in a space or a dot; Windows drops it"
+    if _TRAILING.search(name):
+        return "has a part that ends in a space or a dot; Windows drops it"
     return None
-
-
-_BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
 
 
 def check_permissions(facts: Facts) -> Iterator[str]:
@@ -90,7 +93,8 @@ def check_permissions(facts: Facts) -> Iterator[str]:
         kind, bits = stat.S_IFMT(member.mode), stat.S_IMODE(member.mode)
         if kind == stat.S_IFLNK:
             yield f"{member.name}: is a symbolic link"
-        elif kind not in (0, stat.S_IFDIR if member.is_folder else stat.S_IFREG):
+            continue
+        if kind not in (0, stat.S_IFDIR if member.is_folder else stat.S_IFREG):
             yield f"{member.name}: is a special file (mode {member.mode:#o})"
         if member.is_folder and member.size:
             yield f"{member.name}: is a directory with content"

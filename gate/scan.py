@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from packaging.metadata import Metadata
@@ -77,12 +78,12 @@ class Facts:
         """Bytes of all files once unpacked."""
         return sum(content.size for content in self.contents.values())
 
-    @property
+    @cached_property
     def archs(self) -> tuple[str, ...]:
         """The GPU architectures embedded in the wheel, sorted."""
         return tuple(sorted({c.arch for c in self.contents.values() if c.arch}, key=arch_key))
 
-    @property
+    @cached_property
     def installed(self) -> dict[str, str]:
         """Where each file goes in site-packages, by its name in the archive.
 
@@ -91,7 +92,7 @@ class Facts:
         places = {name: _place(name) for name in self.contents}
         return {name: place for name, place in places.items() if place is not None}
 
-    @property
+    @cached_property
     def top_levels(self) -> tuple[str, ...]:
         """What the wheel puts directly into site-packages, dist-info aside, sorted."""
         first = {place.partition("/")[0] for place in self.installed.values()}

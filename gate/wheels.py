@@ -112,7 +112,7 @@ def _located(value: str, base: Path, option: str) -> list[Path]:
     if problem == errno.ENOENT and glob.has_magic(value):
         return _matches(value, base, option)
     reason = os.strerror(problem)
-    if path.is_symlink() and problem == errno.ENOENT:
+    if problem == errno.ENOENT and path.is_symlink():
         reason = f"a link to {printable(str(path.readlink()))}, which does not exist"
     hint = "pass a wheel file, a directory of wheels or a glob in quotes"
     if value.startswith("~") and path == base / value:

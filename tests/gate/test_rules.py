@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from gate.audit import audit
+from gate.policy import AuditPolicy
+from tests.gate.wheel_builder import (
+    POLICY,
+    REGULAR,
+    Entry,
+    WheelBuilder,
+    as_wheel,
+    cubin,
+    findings,
+    ptx,
+    rejects,
+)
+
+INIT = "demo/__init__.py"
+
+
+BAD_NAMES = {
+    "../demo/evil.py": "leads out of the installation directory",
+    "demo/../../evil.py": "leads out of the installation directory",
+    "/etc/evil.py": "leads out of the installation directory",
+    "C:/evil.py": "a backslash or a colon",
+    "demo/a:stream": "a backslash or a colon",
+    "demo/./evil.py": "is not a normalised path",
+    "demo//evil.py": "is not a normalised path",
+    "demo/evil\n.py": "has control characters",
+    "demo/evil\x1b[2J.py": "has control characters",
+    "demo/\u202eyp.live": "has control characters",
+    "demo/evil.py ": "ends in a space or a dot",
+    "demo./evil.py": "ends in a space or a dot",
+    f"demo/{'x' * 256}": "longer than 255 bytes",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    path = WheelBuilder().add(name, b"x = 1\n").write(tmp_path)
+    found = findings(path, None)
+    assert any(BAD_NAMES[name] in finding for finding in found), found
+    assert all(finding.isprintable() for finding in found)
+
+
+def test_a_backslash_in_a_name(tmp_path: Path) -> None:
+    path = WheelBuilder().add("demo/Xevil.py", b"").write(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"demo/Xevil.py", b"demo\\Xevil.py"))
+    assert any("a backslash" in finding for finding in findings(path))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_the_same_member_twice(tmp_path: Path) -> None:
+    builder = WheelBuilder().add(INIT, b"answer = 42\n", listed=False)
+    rejects(builder.write(tmp_path), f"names: {INIT}: is in the archive more than once")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("demo/ab.py", "demo/AB.py"),
+        ("demo/Sub/a.py", "demo/sub/b.py"),
+        ("demo/\u00e9.py", "demo/e\u0301.py"),
+        ("demo/stra\u00dfe.py", "demo/strasse.py"),
+    ],
+)
+def test_members_that_are_one_file_elsewhere(tmp_path: Path, first: str, second: str) -> None:
+    builder = WheelBuilder().add(first, b"").add(second, b"")
+    rejects(builder.write(tmp_path), "is the same path as")
+
+
+def test_a_file_that_is_also_a_directory(tmp_path: Path) -> None:
+    builder = WheelBuilder().add("demo/a", b"").add("demo/a/b.py", b"")
+    rejects(builder.write(tmp_path), "names: demo/a: is a file and a directory at once")
+
+
+def test_a_name_in_no_known_encoding(tmp_path: Path) -> None:
+    path = WheelBuilder().add("demo/XX.py", b"").write(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"demo/XX.py", b"demo/\xff\xfe.py"))
+    rejects(path, "the name is not UTF-8 or does not say that it is")
+
+
+MODES = {
+    stat.S_IFLNK | 0o777: "is a symbolic link",
+    stat.S_IFIFO | 0o644: "is a special file",
+    stat.S_IFCHR | 0o644: "is a special file",
+    stat.S_IFDIR | 0o755: "is a special file",
+    REGULAR | 0o4755: "is setuid or writable by everyone",
+    REGULAR | 0o2755: "is setuid or writable by everyone",
+    REGULAR | 0o022: "is setuid or writable by everyone",
+    0o100600: "is not readable by everyone (mode 0o600)",
+    0o100640: "is not readable by everyone (mode 0o640)",
+    0o600: "is not readable by everyone",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(tmp_path: Path, mode: int) -> None:
+    builder = WheelBuilder().add("demo/odd.py", b"../../etc/passwd", mode=mode)
+    rejects(builder.write(tmp_path), MODES[mode], policy=None)
+
+
+def test_executable_bits_are_for_declared_wheels_a_finding(tmp_path: Path) -> None:
+    path = WheelBuilder().add("demo/odd.py", b"", mode=0o100755).write(tmp_path)
+    audit(as_wheel(path))
+    assert "headers: demo/odd.py: has mode 0o755, not 0644" in findings(path)
+
+
+def test_a_header_unlike_the_others(tmp_path: Path) -> None:
+    path = WheelBuilder().add("demo/odd.py", b"", system=0).write(tmp_path)
+    audit(as_wheel(path))
+    rejects(path, "headers: demo/odd.py: its header is unlike those of the other members")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("evil.pth", ["startup: evil.pth: runs at every", "top-level: evil.pth: stray"]),
+        ("demo/evil.pth", ["startup: demo/evil.pth: runs at every start of Python"]),
+        ("sitecustomize.py", ["startup: sitecustomize.py: runs", "top-level: sitecustomize.py"]),
+        ("usercustomize/__init__.py", ["startup: usercustomize: runs", "top-level: usercustom"]),
+        ("evil.start", ["startup: evil.start: runs", "top-level: evil.start: stray"]),
+        ("tests/__init__.py", ["top-level: tests: stray", "tests do not belong"]),
+        ("gate/cli.py", ["top-level: gate: stray top-level name; the wheel may install demo"]),
+        ("second.py", ["top-level: second.py: stray top-level name"]),
+        ("demo/tests/test_a.py", ["demo/tests/test_a.py: tests do not belong into the wheel"]),
+        ("demo/conftest.py", ["demo/conftest.py: tests do not belong into the wheel"]),
+        ("demo-1.0.data/scripts/run", ["data: demo-1.0.data/scripts/run: would be installed"]),
+        ("demo-1.0.data/purelib/evil.pth",
+            ["startup: ", "top-level: evil.pth", "data: demo-1.0.data/purelib/evil.pth"]),
+        ("demo.egg-info/PKG-INFO", ["dist-info: demo.egg-info: a second", "top-level: demo.egg"]),
+        ("demo/__pycache__/a.cpython-311.pyc", ["junk: demo/__pycache__/a.cpython-311.pyc"]),
+        ("demo/.git/config", ["junk: demo/.git/config: does not belong into a wheel"]),
+        ("demo/.env", ["junk: demo/.env: does not belong into a wheel"]),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_belong(tmp_path: Path, name: str, expected: list[str]) -> None:
+    rejects(WheelBuilder().add(name, b"import os\n").write(tmp_path), *expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("evil.pth", "startup: evil.pth"),
+        ("demo-1.0.data/data/lib/python3.11/site-packages/a.pth", "startup: demo-1.0.data/data"),
+        ("demo-1.0.data/elsewhere/a.py", "data: demo-1.0.data/elsewhere/a.py: unknown install"),
+        ("other-1.0.data/scripts/a", "data: other-1.0.data is of other 1.0, the file name says"),
+        ("tests/a.py", "top-level: tests: stray top-level name"),
+        ("docs.py", "top-level: docs.py: stray top-level name"),
+        ("demo/a.pyc", "junk: demo/a.pyc: does not belong into a wheel"),
+    ],
+)
+def test_files_that_belong_into_no_wheel(tmp_path: Path, name: str, expected: str) -> None:
+    path = WheelBuilder().add(name, b"import os\n").write(tmp_path)
+    rejects(path, expected, policy=None)
+
+
+def test_a_private_key_by_any_name(tmp_path: Path) -> None:
+    key = b"-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n"
+    rejects(WheelBuilder().add("demo/notes.txt", key).write(tmp_path), "is a private key")
+    audit(as_wheel(WheelBuilder().add("demo/n.py", b"# " + key).write(tmp_path)), POLICY)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[pytest11]\nx = demo.plugin\n", "pytest11:x: would load itself into every pytest run"),
+        ("[console_scripts]\nx = demo:main\n", "console_scripts:x: is not declared"),
+        ("no section\n", "entry_points.txt cannot be parsed"),
+    ],
+)
+def test_entry_points(tmp_path: Path, text: str, expected: str) -> None:
+    builder = WheelBuilder().add("demo-1.0.dist-info/entry_points.txt", text.encode())
+    rejects(builder.write(tmp_path), expected)
+
+
+def test_declared_entry_points(tmp_path: Path) -> None:
+    wanted = frozenset({"console_scripts:x"})
+    policy = AuditPolicy(package="demo", max_bytes=100_000, entry_points=wanted)
+    rejects(WheelBuilder().write(tmp_path), "x: is declared but missing", policy=policy)
+    text = b"[console_scripts]\nx = demo:main\n"
+    builder = WheelBuilder().add("demo-1.0.dist-info/entry_points.txt", text)
+    audit(as_wheel(builder.write(tmp_path)), policy)
+
+
+def test_a_missing_package(tmp_path: Path) -> None:
+    builder = WheelBuilder(entries=[Entry("other/__init__.py", b"")])
+    rejects(
+        builder.write(tmp_path),
+        "top-level: the package demo is missing",
+        "top-level: other: stray top-level name",
+        "resources: demo/py.typed: is missing",
+        "resources: demo/kernels/*.cu: is missing",
+    )
+
+
+def test_resources(tmp_path: Path) -> None:
+    rejects(
+        WheelBuilder().drop("demo/py.typed").write(tmp_path),
+        "resources: demo/py.typed: is missing",
+    )
+    rejects(
+        WheelBuilder().drop("demo/kernels/step.cu").write(tmp_path),
+        "resources: demo/kernels/*.cu: is missing",
+    )
+    rejects(
+        WheelBuilder().add("demo/kernels/more.cu", b"").write(tmp_path),
+        "resources: demo/kernels/more.cu: is empty",
+    )
+
+
+def test_the_size_ceiling(tmp_path: Path) -> None:
+    policy = AuditPolicy(package="demo", max_bytes=100)
+    rejects(WheelBuilder().write(tmp_path), "bytes, more than the 100 allowed", policy=policy)
+
+
+SM_90, SM_120 = cubin(0x5A055A, 7), cubin(0x6007802, 8)
+CUDA = AuditPolicy(
+    package="demo", max_bytes=100_000, cuda_archs=frozenset({"sm_90", "sm_120", "compute_120"})
+)
+
+
+def cuda_builder() -> WheelBuilder:
+    builder = WheelBuilder()
+    for family in ("step", "histogram"):
+        builder.add(f"demo/cubin/{family}.sm_90.cubin", SM_90)
+        builder.add(f"demo/cubin/{family}.sm_120.cubin", SM_120)
+        builder.add(f"demo/cubin/{family}.compute_120.ptx", ptx("sm_120"))
+    return builder
+
+
+def test_the_declared_architectures_pass(tmp_path: Path) -> None:
+    result = audit(as_wheel(cuda_builder().write(tmp_path)), CUDA)
+    assert result.archs == ("sm_90", "sm_120", "compute_120")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda b: b.drop("demo/cubin/step.sm_90.cubin"), ["cubin/step.*.cubin: has no sm_90"]),
+        (lambda b: b.drop("demo/cubin/step.sm_90.cubin").drop("demo/cubin/histogram.sm_90.cubin"),
+            ["sm_90: is declared but not embedded"]),
+        (lambda b: b.drop("demo/cubin/step.compute_120.ptx")
+            .drop("demo/cubin/histogram.compute_120.ptx"),
+            ["compute_120: is declared but not embedded"]),
+        (lambda b: b.add("demo/cubin/x", cubin(0x500550, 7)),
+            ["sm_80: is embedded but not declared", "demo/cubin/x: has no sm_90", "no sm_120"]),
+        (lambda b: b.drop("demo/cubin/step.sm_90.cubin")
+            .add("demo/cubin/step.sm_90.cubin", SM_120),
+            ["step.sm_90.cubin: was compiled for sm_120", "has no sm_90"]),
+        (lambda b: b.add("demo/cubin/bad.sm_90.cubin", b"text"), ["bad.sm_90.cubin: is no cubin"]),
+        (lambda b: b.add("demo/cubin/bad.ptx", b"text"), ["bad.ptx: is no ptx"]),
+        (lambda b: b.add("demo/all.fatbin", bytes.fromhex("50ed55ba0100")), ["a fat binary"]),
+    ],
+)  # fmt: skip
+def test_wrong_architectures(tmp_path: Path, change, expected: list[str]) -> None:
+    found = findings(change(cuda_builder()).write(tmp_path), CUDA)
+    assert len(found) == len(expected), found
+    assert all(part in one for one, part in zip(found, expected, strict=True)), found
