@@ -112,7 +112,10 @@ environment_options = [
         help="Interpreter of the clean environment.  [default: the gate's own]",
     ),
     click.option(
-        "--torch", metavar="SPEC", help="Other torch than the pinned one, as in 2.12.0 or >=2.12."
+        "--torch",
+        metavar="SPEC",
+        callback=lambda _ctx, _param, spec: None if spec is None else torch_requirement(spec),
+        help="Other torch than the pinned one, as in 2.12.0 or >=2.12.",
     ),
     click.option(
         "--site",
@@ -169,8 +172,15 @@ def gate() -> None:
     callback=positive,
     help="Time limit of each start of the regression tests.",
 )
+@click.option(
+    "--suite",
+    type=PathOption(),
+    default=regressions.SUITE,
+    metavar="DIR",
+    help="Other regression tests, to try them out: `verify` accepts only this checkout's own.",
+)
 @click.option("--no-tag-check", is_flag=True, help="Do not compare TAG with HEAD and the wheel.")
-def run(tag: str | None, no_tag_check: bool, torch: str | None, **given: Any) -> None:
+def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
     """Gate wheels through all phases, and write evidence for those that pass.
 
     TAG, as in v0.1.0, must be the wheel's version and the commit that is checked out.
@@ -180,7 +190,6 @@ def run(tag: str | None, no_tag_check: bool, torch: str | None, **given: Any) ->
     options = Options(
         tag=tag,
         tag_check=not no_tag_check,
-        torch=torch and torch_requirement(torch),
         base=base_directory(),
         **given,
     )
@@ -202,13 +211,12 @@ def inspect(wheels: tuple[str, ...]) -> None:
 @gate.command(epilog=EPILOG)
 @profile_option
 @with_environment_options
-def machine(profile: str, torch: str | None, **given: Any) -> None:
+def machine(profile: str, **given: Any) -> None:
     """Say what this machine can gate, by trying it."""
     options = Options(
         wheels=(),
         base=base_directory(),
         profile=profile,
-        torch=torch and torch_requirement(torch),
         **given,
     )
     _, chosen, uncovered = pipeline.machine(options, Display())

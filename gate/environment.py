@@ -62,7 +62,7 @@ def torch_requirement(spec: str) -> str:
         UsageFailure: it is not a requirement on torch.
     """
     text = f"torch=={spec}" if re.match(r"\d", spec) else spec
-    text = f"torch{text}" if text[:1] in "<>=!~" else text
+    text = f"torch{text}" if text.startswith(tuple("<>=!~")) else text
     try:
         if Requirement(text).name == "torch":
             return text
@@ -160,7 +160,9 @@ def install(environment: Environment, wheel: Path, runner: Runner) -> None:
     outcome = runner.run(
         [
             *(sys.executable, "-sBm", "pip", "--python", environment.python),
-            *("install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir", wheel),
+            *("install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"),
+            # A grafted site may hold another version, which is not ours to remove.
+            *("--ignore-installed", wheel),
         ],
         env={**environment.variables, "PIP_CONFIG_FILE": os.devnull},
         cwd=environment.cwd,

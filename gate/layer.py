@@ -172,7 +172,7 @@ def _create(layer: Path, recipe: Recipe, runner: Runner, workdir: Path) -> None:
     install: list[str | Path] = [
         *(sys.executable, "-sBm", "pip", "--python", str(layer / "bin" / "python")),
         *("install", "--quiet", "--no-cache-dir", "--only-binary", ":all:", *sources),
-        *("--constraint", constraints, *recipe.requirements),
+        *("--constraint", str(constraints), *recipe.requirements),
     ]
     print("gate: installing the torch layer (once; later runs reuse it)", file=sys.stderr)
     commands = {"venv": make, "layer": install}

@@ -39,6 +39,7 @@ class Options:
     site: Path | None = None
     fresh: bool = False
     evidence: Path = ROOT / "gate-evidence"
+    suite: Path = regressions.SUITE
     timeout: float = 600.0
     tag_check: bool = True
     verbose: bool = False
@@ -73,14 +74,16 @@ def run(options: Options, display: Display) -> list[Report]:
     repository = Repository(runner=runner)
     with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
         candidates = _candidates(options, repository, runner, display, Path(scratch))
-        errors = []
+        errors: list[GateError] = []
         for candidate in candidates:
             display.say(f"gate: {candidate.wheel.filename}")
             try:
                 _Session(options, candidate, repository, runner, display).run()
             except (RegressionFailed, IdentityMismatch, WheelRejected) as error:
-                display.say(f"gate: {candidate.wheel.filename} FAILED\n{error}")
+                # The other wheels deserve their verdict too.
                 errors.append(error)
+                if len(candidates) > 1:
+                    display.say(f"gate: {candidate.wheel.filename} FAILED: {error}")
         if errors:
             raise errors[0]
         return [candidate.report for candidate in candidates]
@@ -95,10 +98,7 @@ def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Aud
     rules = policy.load(ROOT)
     with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
         found = resolve(wheels, base=base, workdir=Path(scratch), option="WHEEL")
-        return [
-            (wheel, auditing.audit(wheel, rules.audit_of(wheel.name), source=ROOT))
-            for wheel in found
-        ]
+        return [(wheel, auditing.audit(wheel, rules.audit_of(wheel.name))) for wheel in found]
 
 
 def machine(options: Options, display: Display) -> tuple[Machine, Profile, list[str]]:
@@ -144,7 +144,9 @@ def _candidates(
         )
         with display.phase(report, "audit") as phase:
             own = rules.audit_of(wheel.name)
-            audit = auditing.audit(wheel, own, source=ROOT)
+            # Only these claim to come from the source that is checked out.
+            claimed = not options.wheels or (options.tag and options.tag_check)
+            audit = auditing.audit(wheel, own, source=ROOT if claimed else None)
             package = own.package if own else _only_package(wheel, audit)
             phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
         candidates.append(Candidate(wheel=wheel, audit=audit, package=package, report=report))
@@ -236,7 +238,7 @@ class _Session:
             package=self._candidate.package,
         )
         records = environment.root / "records"
-        suite = regressions.prepare(subject)
+        suite = regressions.prepare(subject, self._options.suite)
         self._suite_digest = evidence.suite_digest(suite)
         with self._phase("identity") as phase:
             inventory = regressions.collect(subject, suite, records / "collect", self._runner)

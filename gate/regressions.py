@@ -69,7 +69,7 @@ class Failure:
 
 
 def plan(profile: Profile, machine: Machine) -> list[Run]:
-    """Return what ``profile`` runs on this machine."""
+    """Return what ``profile`` runs on this machine: tests of one process, then those of ranks."""
     worlds = machine.worlds(profile)
     return [
         Run(folder="single", world=1),
@@ -77,7 +77,7 @@ def plan(profile: Profile, machine: Machine) -> list[Run]:
     ]
 
 
-def prepare(subject: Subject, suite: Path = SUITE) -> Path:
+def prepare(subject: Subject, suite: Path) -> Path:
     """Copy the suite to a scratch folder, with a configuration that nothing else can change."""
     target = subject.environment.root / "suite"
     shutil.copytree(suite, target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -84,10 +84,13 @@ def pytest_collection_finish(session):
     record("inventory", [item.nodeid for item in session.items])
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report):
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item):
+    report = yield
     if hasattr(report, "wasxfail"):
-        report.user_properties.append(("wasxfail", report.wasxfail or "expected failure"))
+        # JUnit shows a test that passed against expectation like any other.
+        item.user_properties.append(("wasxfail", report.wasxfail or "no reason given"))
+    return report
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,0 +1,93 @@
+"""The gate as a real process, on tiny wheels and tiny suites."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gate.environment import Environment, clean_environment, install
+from gate.regressions import Subject
+from gate.runner import Runner
+from tests.gate.wheel_builder import WheelBuilder
+
+ROOT = Path(__file__).parent.parent.parent
+# Holds torch, numpy and pytest: the test layer of a gate that must not download anything.
+SITE = Path(sysconfig.get_path("purelib"))
+GREEN = {
+    "single/test_one.py": "import mini\n\ndef test_answer():\n    assert mini.answer == 42\n",
+    "ranks/test_rank.py": "import mini\n\ndef test_answer():\n    assert mini.answer == 42\n",
+}
+
+Gate = Callable[..., subprocess.CompletedProcess[str]]
+MakeSuite = Callable[..., Path]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """Run ``python -m gate`` with these arguments, as a user would, in a directory of its own."""
+
+    def call(
+        *arguments: str | Path, cwd: Path = tmp_path, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            gate_command(*arguments),
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return call
+
+
+def gate_command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "gate", *map(str, arguments)]
+
+
+def mini_wheel(folder: Path, code: bytes = b"answer = 42\n", name: str = "mini") -> Path:
+    builder = WheelBuilder(name=name).drop("demo/__init__.py").drop("demo/py.typed")
+    return builder.drop("demo/kernels/step.cu").add("mini/__init__.py", code).write(folder)
+
+
+@pytest.fixture
+def make_suite(tmp_path: Path) -> MakeSuite:
+    """Write a regression suite: a green one, with these files added or replaced."""
+
+    def make(**files: str) -> Path:
+        suite = tmp_path / "suite"
+        changed = {name.replace("__", "/") + ".py": text for name, text in files.items()}
+        for name, text in {**GREEN, **changed}.items():
+            path = suite / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return suite
+
+    return make
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    """A clean environment on this interpreter's own torch."""
+    with clean_environment(
+        python=Path(sys.executable),
+        torch=None,
+        site=SITE,
+        requires_dist=(),
+        runner=Runner(),
+        fresh=False,
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def subject(environment: Environment, tmp_path: Path) -> Subject:
+    """The package ``mini``, installed from a wheel."""
+    install(environment, mini_wheel(tmp_path / "wheels"), Runner())
+    return Subject(environment=environment, distribution="mini", package="mini")

@@ -1,0 +1,170 @@
+"""Only a complete, green result passes: real pytest runs of suites that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gate import regressions as module
+from gate.environment import Environment, install
+from gate.errors import IdentityMismatch, RegressionFailed
+from gate.machine import PROFILES
+from gate.regressions import Failure, Run, Subject, collect, prepare
+from gate.runner import Runner
+from tests.gate.conftest import MakeSuite, mini_wheel
+
+SINGLE = Run(folder="single", world=1)
+RANKS = Run(folder="ranks", world=2)
+HEAD = "import os, sys, pytest, mini\n"
+
+
+def judge(
+    subject: Subject, suite: Path, run: Run = SINGLE, timeout: float = 60.0
+) -> tuple[list[str], list[Failure]]:
+    records = subject.environment.root / "records"
+    copy = prepare(subject, suite)
+    inventory = collect(subject, copy, records / "collect", Runner())
+    return module.run(
+        subject,
+        copy,
+        run,
+        inventory,
+        records=records / run.label,
+        runner=Runner(),
+        profile=PROFILES["cpu"],
+        timeout=timeout,
+    )
+
+
+def test_a_green_suite_passes(subject: Subject, make_suite: MakeSuite) -> None:
+    passed, failures = judge(subject, make_suite())
+    assert failures == []
+    assert passed == ["single: single/test_one.py::test_answer"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def test_it(): assert mini.answer == 43", "test_it: failed: assert 42 == 43"),
+        ("def test_it(): pytest.skip('later')", "test_it: skipped: later"),
+        ("@pytest.mark.xfail\ndef test_it(): assert 0", "test_it: skipped"),
+        ("@pytest.mark.xfail\ndef test_it(): pass", "test_it: failed"),
+        (
+            "@pytest.mark.xfail(strict=False)\ndef test_it(): pass",
+            "test_it: passed although expected to fail",
+        ),
+        ("def test_it(missing): pass", "test_it: error"),
+        (
+            "@pytest.fixture\ndef late():\n    yield\n    raise OSError\ndef test_it(late): pass",
+            "test_it: error",
+        ),
+        ("def test_it(): os._exit(0)", "test_it: did not run"),
+        ("def test_it(): os._exit(0)", "ended early: it left no completion record"),
+        ("def test_it(): pytest.exit('enough', returncode=0)", "test_it: did not run"),
+        ("def test_it(): os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("import atexit\ndef test_it(): atexit.register(os._exit, 7)", "exit status 7"),
+        (
+            "import subprocess\ndef test_it():\n    subprocess.Popen(['sleep', '600'])",
+            "left 1 process(es) running: sleep 600",
+        ),
+        (
+            "def test_it():\n    open('mini.py', 'w').close()\n    sys.modules.pop('mini')\n"
+            "    sys.path.insert(0, os.getcwd())\n    import mini",
+            "mini was imported from",
+        ),
+    ],
+)
+def test_anything_but_passed_is_a_failure(
+    code: str, words: str, subject: Subject, make_suite: MakeSuite
+) -> None:
+    passed, failures = judge(subject, make_suite(single__test_it=HEAD + code + "\n"))
+    assert passed == []
+    lines = [f"{failure.where}: {failure.reason}" for failure in failures]
+    assert any(words in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "def pytest_collection_modifyitems(config, items):\n    items.pop()\n",
+        "collect_ignore_glob = ['*']\n",
+    ],
+)
+def test_a_test_that_is_not_collected_is_missed(
+    hook: str, subject: Subject, make_suite: MakeSuite
+) -> None:
+    with pytest.raises(RegressionFailed, match=r"test_answer exists but was not collected"):
+        judge(subject, make_suite(single__conftest=hook))
+
+
+def test_an_import_error_is_reported_while_collecting(
+    environment: Environment, make_suite: MakeSuite, tmp_path: Path
+) -> None:
+    install(environment, mini_wheel(tmp_path, b"import absent\n"), Runner())
+    subject = Subject(environment=environment, distribution="mini", package="mini")
+    with pytest.raises(RegressionFailed, match="No module named 'absent'"):
+        judge(subject, make_suite())
+
+
+def test_files_changed_after_the_installation_are_noticed(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    (subject.environment.site / "mini" / "__init__.py").write_text("answer = 42  # patched\n")
+    with pytest.raises(IdentityMismatch, match="does not match the wheel's RECORD"):
+        judge(subject, make_suite())
+
+
+def test_surrounding_configuration_is_not_read(
+    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = subject.environment.root
+    (root / "conftest.py").write_text("raise SystemExit('read')\n")
+    (root.parent / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
+    try:
+        assert judge(subject, make_suite())[1] == []
+    finally:
+        (root.parent / "pytest.ini").unlink()
+
+
+def test_a_hang_is_ended_and_shows_its_stack(subject: Subject, make_suite: MakeSuite) -> None:
+    code = HEAD + "import threading\ndef test_it():\n    threading.Event().wait()\n"
+    _, failures = judge(subject, make_suite(single__test_it=code), timeout=4)
+    hung = next(failure for failure in failures if "hung" in failure.reason)
+    assert "test_it.py" in hung.detail
+    assert "in wait" in hung.detail
+
+
+def test_ranks_run_under_torchrun(subject: Subject, make_suite: MakeSuite) -> None:
+    code = (
+        HEAD
+        + "@pytest.mark.parametrize('name', ['RANK', 'LOCAL_RANK', 'MASTER_PORT'])\n"
+        + "def test_it(name): assert os.environ[name] and os.environ['WORLD_SIZE'] == '2'\n"
+    )
+    passed, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
+    assert failures == []
+    assert "ranks-2: ranks/test_it.py::test_it[RANK]" in passed
+
+
+def test_a_rank_that_leaves_early_with_success_is_a_failure(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + "def test_it():\n    if os.environ['RANK'] == '1': os._exit(0)\n"
+    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
+    lines = [f"{failure.where}: {failure.reason}" for failure in failures]
+    assert "tests/regression/ranks/test_it.py::test_it on rank 1: did not run" in lines
+    assert "ranks-2 on rank 1: ended early: it left no completion record" in lines
+
+
+def test_hanging_ranks_show_the_stack_of_each(subject: Subject, make_suite: MakeSuite) -> None:
+    code = (
+        HEAD
+        + "import threading\n"
+        + "def wait_for_peer(): threading.Event().wait()\n"
+        + "def test_it(): wait_for_peer()\n"
+    )
+    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS, timeout=15)
+    detail = next(failure.detail for failure in failures if "hung" in failure.reason)
+    assert detail.count("in wait_for_peer") == 2
+    assert "stacks of rank 1" in detail

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gate import runner as module
+from gate.errors import EnvironmentFailed
+from gate.runner import Outcome, Runner, checked
+from tests.gate.conftest import ROOT
+
+
+def run(tmp_path: Path, *command: str, timeout: float = 60.0, **options: object) -> Outcome:
+    return Runner().run(
+        command,
+        env={"PATH": os.defpath},
+        cwd=tmp_path,
+        log=tmp_path / "log",
+        timeout=timeout,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_success_keeps_the_output(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sh", "-c", "echo out; echo err >&2")
+    assert outcome.ok
+    assert outcome.output() == "out\nerr\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("exit 3", "exit status 3"), ("kill -SEGV $$", "killed by SIGSEGV")],
+)
+def test_failure_says_how(tmp_path: Path, script: str, words: str) -> None:
+    outcome = run(tmp_path, "sh", "-c", script)
+    assert not outcome.ok
+    assert outcome.describe() == words
+
+
+def test_the_environment_is_exactly_the_one_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAK", "1")
+    names = {line.partition("=")[0] for line in run(tmp_path, "env").output().splitlines()}
+    # Python itself adds LC_CTYPE where no locale is given.
+    assert names - {"LC_CTYPE"} == {"PATH"}
+
+
+def test_a_missing_command_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="/nowhere/tool"):
+        run(tmp_path, "/nowhere/tool")
+
+
+def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
+    asked = []
+    outcome = run(
+        tmp_path,
+        "sh",
+        "-c",
+        "setsid sleep 600 & echo $!; sleep 600",
+        timeout=1,
+        on_timeout=lambda: asked.append(True),
+    )
+    assert "hung: killed after 1 s" in outcome.describe()
+    assert asked == [True]
+    assert not alive(int(outcome.output()))
+
+
+def test_a_process_left_behind_is_a_failure_and_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It holds standard output and has moved to a session of its own.
+    outcome = run(tmp_path, "sh", "-c", "setsid sleep 600 & echo $!")
+    assert not outcome.ok
+    assert outcome.describe() == "left 1 process(es) running: sleep 600"
+    assert not alive(int(outcome.output()))
+
+
+def test_endless_output_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OUTPUT_LIMIT", 2**20)
+    assert "printed more than 1 MiB" in run(tmp_path, "yes").describe()
+
+
+def test_killing_the_gate_leaves_no_process(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from gate.runner import Runner\n"
+        "Runner().run(['sh', '-c', 'setsid sleep 600 & echo $!; exec sleep 600'],"
+        "env={'PATH': '/usr/bin:/bin'}, cwd=Path(sys.argv[1]),"
+        "log=Path(sys.argv[1], 'log'), timeout=600, on_timeout=print)"
+    )
+    gate = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT)
+    log = tmp_path / "log"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert gate.poll() is None
+    grandchild = int(log.read_text())
+    assert alive(grandchild)
+    supervisor = int(Path(f"/proc/{gate.pid}/task/{gate.pid}/children").read_text())
+    handle = os.pidfd_open(supervisor)
+
+    gate.send_signal(signal.SIGKILL)
+    gate.wait()
+
+    # Readable once the supervisor, which nobody waits for any more, has ended.
+    assert select.select([handle], [], [], 30)[0]
+    assert not alive(grandchild)
+
+
+def test_checked_shows_the_tail_and_the_next_step(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sh", "-c", "echo no space left; exit 1")
+    with pytest.raises(EnvironmentFailed, match="no space left") as caught:
+        checked(outcome, "Could not install torch", next_step="free some space")
+    assert "next:  free some space" in str(caught.value)
