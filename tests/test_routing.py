@@ -70,19 +70,19 @@ def test_validate_accepts_generators_and_returns_lists() -> None:
 def test_validate_refuses() -> None:
     model = Model()
     muon, backup = split_params_for_muon(model)
-    with pytest.raises(InvalidArgumentError, match="'inner.weight' is in both halves"):
+    with pytest.raises(InvalidArgumentError, match=r"'inner.weight' is in both halves"):
         validate_split(muon, [*backup, muon[0]])
-    with pytest.raises(InvalidArgumentError, match="'again' is in both halves"):
+    with pytest.raises(InvalidArgumentError, match=r"'again' is in both halves"):
         validate_split(muon, [*backup, ("again", muon[0][1])])
-    with pytest.raises(InvalidArgumentError, match="'bag.weight' is trainable but in neither"):
+    with pytest.raises(InvalidArgumentError, match=r"'bag.weight' is trainable but in neither"):
         validate_split(muon, [pair for pair in backup if pair[0] != "bag.weight"], model)
-    with pytest.raises(InvalidArgumentError, match="Duplicate parameter 'inner.weight'"):
+    with pytest.raises(InvalidArgumentError, match=r"Duplicate parameter 'inner\.weight'"):
         validate_split([*muon, muon[0]], backup)
-    with pytest.raises(InvalidArgumentError, match="Duplicate parameter name 'inner.weight'"):
+    with pytest.raises(InvalidArgumentError, match=r"Duplicate parameter name 'inner\.weight'"):
         validate_split(muon, [*backup, ("inner.weight", nn.Parameter(torch.zeros(3)))])
-    with pytest.raises(UnsupportedParameterError, match="'conv.bias' has shape \\(8,\\)"):
+    with pytest.raises(UnsupportedParameterError, match=r"'conv.bias' has shape \(8,\)"):
         validate_split([*muon, ("conv.bias", model.conv.bias)], [])
-    with pytest.raises(UnsupportedParameterError, match="'ids' has dtype torch.int64"):
+    with pytest.raises(UnsupportedParameterError, match=r"'ids' has dtype torch.int64"):
         validate_split(muon, [*backup, ("ids", torch.arange(4))])
     with pytest.raises(InvalidArgumentError, match=r"muon_named_params.*\(name, parameter\)"):
         validate_split([param for _, param in muon], backup)
@@ -93,5 +93,5 @@ def test_validate_wants_what_is_trainable_only() -> None:
     split = split_params_for_muon(model)
     validate_split(*split, model)
     model.frozen.requires_grad_(True)
-    with pytest.raises(InvalidArgumentError, match="'frozen.weight' is trainable"):
+    with pytest.raises(InvalidArgumentError, match=r"'frozen.weight' is trainable"):
         validate_split(*split, model)

@@ -6,6 +6,7 @@ once per parameter, from its first gradient.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -122,7 +123,7 @@ def _block_errors(grad: Tensor, periods: list[int]) -> list[float]:
         base += prefix[-1]
     total = float(fourth)
     variances = [(total - float(s) / p) / n for s, p in zip(squares, periods, strict=True)]
-    if not torch.isfinite(torch.tensor([total, *variances])).all():
+    if not all(map(math.isfinite, (total, *variances))):
         return [0.0]
     variances[0] = 0.0
     floor = _ZERO_VARIANCE * total / n

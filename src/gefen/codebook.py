@@ -314,9 +314,11 @@ def _table(thresholds: Tensor) -> _Table | None:
     for cells in _TABLE_SIZES:
         home = _cell(distinct, cells)
         if (torch.bincount(home, minlength=cells) <= 1).all():
-            split = torch.full((cells,), torch.inf)
+            split = distinct.new_full((cells,), torch.inf)
             split[home] = distinct
-            below = torch.searchsorted(home, torch.arange(cells, dtype=torch.int32))
+            below = torch.searchsorted(
+                home, torch.arange(cells, dtype=torch.int32, device=home.device)
+            )
             return split, below.to(torch.uint8), index
     return None
 

@@ -20,7 +20,8 @@ def test_round_trip(kind: str, dtype: torch.dtype, device: torch.device, tmp_pat
 
     resumed = model(dtype, device, seed=1)
     other = OPTIMIZERS[kind](resumed)
-    weights, state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    path = tmp_path / "checkpoint.pt"
+    weights, state = torch.load(path, map_location="cpu", weights_only=True)
     resumed.load_state_dict(weights)
     other.load_state_dict(state)
     assert snapshot(resumed, other) == snapshot(trained, optimizer)

@@ -142,9 +142,7 @@ def _assert_parameters(
         assert off <= allowed, f"{what}: off by {off:.4f} of the movement"
 
 
-def _assert_state(
-    case: Case, name: str, state: dict[str, Any], values: dict[str, Tensor]
-) -> None:
+def _assert_state(case: Case, name: str, state: dict[str, Any], values: dict[str, Tensor]) -> None:
     assert state["period"] == values[f"{name}.period"].item()
     assert torch.equal(state["codebook"].cpu(), values["codebook"])
     if case.dtype == torch.float32:
@@ -153,4 +151,6 @@ def _assert_state(
         pairs = {"magnitude": "magnitude", "vmean": "v", "v_row": "v_row", "v_col": "v_col"}
         for theirs, ours in pairs.items():
             if f"{name}.{theirs}" in values:
-                torch.testing.assert_close(state[ours].cpu(), values[f"{name}.{theirs}"], **FLOAT32)
+                torch.testing.assert_close(
+                    state[ours].cpu(), values[f"{name}.{theirs}"], **FLOAT32
+                )
