@@ -1,8 +1,9 @@
-"""Lets tests use the helpers of the regression tests, which are the same as for users."""
+"""Lets tests import the helper modules beside them and those of the regression tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "regression" / "single"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "regression" / "single")]
