@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gefen import blocks
 from gefen.blocks import divisors, find_period, flat_slice
 
-GOLDEN = np.load(Path(__file__).parent / "golden" / "periods.npz")
+GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "periods.npz")
 SHAPES = sorted(key.removesuffix(".grad") for key in GOLDEN.files if key.endswith(".grad"))
 
 
@@ -74,6 +74,10 @@ def test_a_constant_gradient_gets_a_row_or_the_longest_run(shape: tuple, period:
     assert find_period(torch.zeros(shape)) == period
 
 
+def test_no_drop_at_all_beats_the_first_candidate() -> None:
+    assert find_period(torch.zeros(121)) == 11  # its score is 0, that of P = 1 is 1e-12
+
+
 def test_a_prime_count_beyond_the_longest_run_stays_in_single_elements() -> None:
     assert find_period(noise(2053)) == 1
     assert find_period(noise(2053, 1)) == 1
@@ -107,6 +111,7 @@ def test_a_non_finite_gradient_counts_as_without_structure(bad: float) -> None:
     grad = noise(16, 33)
     grad[3, 5] = bad
     assert find_period(grad) == 528
+    assert find_period(torch.full((121,), bad)) == 121
 
 
 def test_extreme_values_give_a_legal_period() -> None:
