@@ -198,10 +198,13 @@ class QuantisedOptimizer(CheckpointedOptimizer):
             self.state[param].update(entry)
         self._share(plan.codebook)
         for work in plan.works:
-            self.state[work.param][STEP] += 1
+            self._count(work)
         if self.options["verbose"]:
             self._log(plan)
         self._update([work for work in plan.works if work.param.numel()])
+
+    def _count(self, work: Work) -> None:
+        self.state[work.param][STEP] += 1
 
     def _share(self, learned: Tensor | None) -> None:
         """Count the step and hand codebook and count to every parameter's state.

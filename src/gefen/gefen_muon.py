@@ -150,6 +150,11 @@ class GefenMuon(QuantisedOptimizer):
             spec.counts[NORMUON_STEP] = 0
         return spec
 
+    def _count(self, work: Work) -> None:
+        super()._count(work)
+        if work.settings["normuon"]:
+            self.state[work.param][NORMUON_STEP] += 1
+
     def _update(self, works: list[Work]) -> None:
         for bucket in _buckets(works):
             dense = self._directions(bucket)
@@ -176,7 +181,6 @@ class GefenMuon(QuantisedOptimizer):
         settings, param = work.settings, work.param.detach()
         if settings["normuon"]:
             entry = self.state[work.param]
-            entry[NORMUON_STEP] += 1
             update = normalise_rows(
                 update,
                 entry[NORMUON_V],

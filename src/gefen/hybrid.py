@@ -240,12 +240,12 @@ def _muon_maker(given: dict[str, Any]) -> partial[GefenMuon]:
 
 def _backup_maker(given: dict[str, Any]) -> partial[Any]:
     own = _rates(given, "backup")
-    if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
-        return _maker(BackupAdamW, BackupAdamW.checks, given | own)
-    own["factored_v_2d"] = False
     for dimensions in ("1d", "2d"):
         name = f"backup_{dimensions}_period_one"
         own[f"force_{dimensions}_period_one"] = check.flag(name, given[name])
+    if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
+        return _maker(BackupAdamW, BackupAdamW.checks, given | own)
+    own["factored_v_2d"] = False
     return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)
 
 

@@ -54,10 +54,10 @@ def resolve_schedule(
         raise InvalidArgumentError(
             f"Invalid {ns_steps=}: must be a whole number from 1 to {MAX_STEPS}"
         )
-    if ns_schedule is None or ns_schedule == "standard":
+    if ns_schedule is None:
         return (coefficients,) * ns_steps
     if isinstance(ns_schedule, str):
-        return _named(ns_schedule)
+        return _named(ns_schedule) if ns_schedule != "standard" else (coefficients,) * ns_steps
     return _explicit(ns_schedule)
 
 

@@ -93,12 +93,12 @@ def validate_split(
 
 
 def _pairs(params: Iterable[Any], argument: str) -> NamedParams:
-    pairs = list(params)
+    pairs = list(params) if isinstance(params, Iterable) else [params]
     for pair in pairs:
         named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
         if not (named and isinstance(pair[1], Tensor)):
             raise InvalidArgumentError(
                 f"Invalid {argument}: must hold (name, parameter) pairs, such as "
-                f"model.named_parameters(), not {type(pair).__name__}"
+                f"model.named_parameters() gives, not {type(pair).__name__}"
             )
     return pairs

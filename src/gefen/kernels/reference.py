@@ -17,7 +17,7 @@ from gefen.codebook import counter_uniform
 from gefen.kernels.flat import edited, load, rectangles
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements that are worked on at a time."""
 
 SMALLEST_SHARE = 1e-3
