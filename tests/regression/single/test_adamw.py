@@ -1,0 +1,46 @@
+"""Where nothing is shared between elements, and so nothing is rounded, Gefen is AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gefen import Gefen
+
+# More elements than are worked on at a time, and rows that do not end with a chunk.
+SHAPES = {"vector": (300_000,), "matrix": (600, 500)}
+CHOSEN = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 0.3, "weight_decay": 0.2}
+
+
+def gradient(shape: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+    """Squares that are an outer product, which a factored second moment keeps exactly."""
+    generator = torch.Generator().manual_seed(step)
+    size = 1 + torch.arange(shape[0]).remainder(7) / 7
+    if len(shape) == 2:
+        size = size[:, None] * (1 + torch.arange(shape[1]).remainder(5) / 5)
+    return (size * torch.randn(shape, generator=generator).sign() * (step + 1)).to(device)
+
+
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_gefen_is_adamw(kind: str, factored: bool, device: torch.device) -> None:
+    shape = SHAPES[kind]
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(shape).to(device))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizers = [
+        Gefen(
+            [ours],
+            factored_v_2d=factored,
+            force_1d_period_one=True,
+            force_2d_period_one=True,
+            **CHOSEN,
+        ),
+        torch.optim.AdamW([theirs], **CHOSEN),
+    ]
+    for step in range(3):
+        ours.grad = theirs.grad = gradient(shape, step, device)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
