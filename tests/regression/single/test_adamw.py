@@ -10,6 +10,7 @@ from gefen import Gefen
 
 # More elements than are worked on at a time, and rows that do not end with a chunk.
 SHAPES = {"vector": (300_000,), "matrix": (600, 500)}
+RUN, RUNS = 2048, 200
 CHOSEN = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 0.3, "weight_decay": 0.2}
 
 
@@ -43,4 +44,19 @@ def test_gefen_is_adamw(kind: str, factored: bool, device: torch.device) -> None
         ours.grad = theirs.grad = gradient(shape, step, device)
         for optimizer in optimizers:
             optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_blocks_are_adamw(device: torch.device) -> None:
+    """Blocks of one size throughout, with signs that stay, need no rounding either."""
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(RUNS * RUN).to(device))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizers = [Gefen([ours], **CHOSEN), torch.optim.AdamW([theirs], **CHOSEN)]
+    size = (torch.rand(RUNS, 1) + 0.5) * torch.randn(RUNS, RUN).sign()
+    for step in range(3):
+        ours.grad = theirs.grad = (size * (step + 1)).view(-1).to(device)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert optimizers[0].state[ours]["period"] == RUN
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
