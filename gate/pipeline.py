@@ -220,8 +220,9 @@ class _Session:
                     phase.detail = "clean, on a verified torch layer"
                 try:
                     self._test(environment)
-                finally:
+                except BaseException:
                     self._keep(environment)
+                    raise
         except BaseException as error:
             report.result = "failed" if isinstance(error, GateError) else "interrupted"
             report.failures = report.failures or [(self._last_phase(), str(error), "")]

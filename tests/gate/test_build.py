@@ -50,7 +50,7 @@ def test_it_replaces_an_earlier_build_and_nothing_else(
         (out / name).write_text("")
     wheel = build(project, out, Runner())
     assert wheel == out / "demo-1.0-py3-none-any.whl"
-    assert sorted(os.listdir(out)) == [
+    assert sorted(path.name for path in out.iterdir()) == [
         "SHA256SUMS",
         "demo-1.0-py3-none-any.whl",
         "demo-1.0.tar.gz",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def test_nothing_of_the_surroundings_reaches_it(
         assert all(entry.startswith(roots) for entry in seen["path"])
         assert not decoys.keys() & seen["environ"].keys()
         assert seen["environ"]["CUDA_VISIBLE_DEVICES"] == "0"
-        assert "pip" not in os.listdir(made.site)
+        assert not (made.site / "pip").exists()
     assert not made.root.exists()
 
 
