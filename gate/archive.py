@@ -22,7 +22,7 @@ CHUNK = 1024 * 1024
 _SLICE = 64 * 1024
 
 _END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
+_END64 = struct.Struct("<4sQ2BH2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s2B5H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
@@ -170,7 +170,7 @@ def _directory(data: mmap.mmap, size: int) -> tuple[int, int, int]:
 def _no_end_record(data: mmap.mmap) -> str:
     if data[:4] not in (b"PK\3\4", b"PK\5\6"):
         return "this is no zip archive"
-    if data.rfind(b"PK\5\6") >= 0:
+    if 0 <= data.rfind(b"PK\5\6") <= len(data) - _END.size:
         return "bytes follow the end of the archive"
     return "the archive is cut off: its end record is missing"
 
@@ -181,9 +181,10 @@ def _directory64(
     _, disk, position, disks = _LOCATOR64.unpack_from(data, locator)
     if (disk, disks) != (0, 1) or position + _END64.size != locator:
         raise BadArchive("the zip64 end record is not where its locator says it is")
-    sig, length, made_by, needed, disk, first_disk, *large = _END64.unpack_from(data, position)
+    sig, length, made_by, system, *rest = _END64.unpack_from(data, position)
+    needed, disk, first_disk, *large = rest
     fits = (sig, length, disk, first_disk) == (b"PK\6\6", _END64.size - 12, 0, 0)
-    if not fits or needed != 45 or made_by & 0xFF not in range(45, 64):
+    if not fits or needed != 45 or made_by not in range(45, 64) or system not in (0, 3):
         raise BadArchive("the zip64 end record is malformed")
     full = (_FULL16, _FULL16, _FULL32, _FULL32)
     for small, limit, true in zip(classic, full, large, strict=True):

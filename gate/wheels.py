@@ -194,8 +194,6 @@ def _step(folder: Path, part: str) -> list[Path]:
         return [folder / part] if folder.is_dir() else []
     if part == "**":
         return [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
-    if not glob.has_magic(part):
-        return []
     hidden = part.startswith(".")
     return [
         folder / name

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gate import archive
+from gate import archive, scan
 from gate.audit import audit
 from tests.gate.wheel_builder import (
     POLICY,
@@ -76,7 +76,8 @@ def test_every_cut_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "demo-1.0-py3-none-any.whl"
     for length in range(0, len(data), 7):
         path.write_bytes(data[:length])
-        assert findings(path)[0].startswith("zip: ")
+        (finding,) = findings(path)
+        assert "cut off" in finding or length < 4
 
 
 def test_bytes_around_the_archive(tmp_path: Path) -> None:
@@ -224,3 +225,55 @@ def test_unused_bits_are_told_from_used_ones(data: bytes, level: int, repeat: bo
     reader = zlib.decompressobj(-15)
     reader.decompress(packed[:-1])
     assert not archive._padding_is_set(reader, packed[-1])
+
+
+END_RECORD = {4: "one part of several", 6: "one part of several", 8: "the end record counts 7"}
+
+
+@pytest.mark.parametrize("offset", END_RECORD)
+def test_the_end_record(tmp_path: Path, offset: int) -> None:
+    path = WheelBuilder().write(tmp_path)
+    size = path.stat().st_size
+    value = struct.unpack_from("<H", path.read_bytes(), size - 22 + offset)[0]
+    patch(path, size - 22 + offset, "<H", value + 1)
+    rejects(path, END_RECORD[offset])
+
+
+def test_every_byte_of_the_zip64_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    path = WheelBuilder().write(tmp_path)
+    data = path.read_bytes()
+    for offset in range(data.index(b"PK\6\6"), len(data)):
+        for mask in (1, 0x80):
+            flip(path, offset, mask)
+            assert len(findings(path)) == 1, (offset, mask)
+            path.write_bytes(data)
+
+
+def test_sizes_repeated_in_a_zip64_field(tmp_path: Path) -> None:
+    """As bazel writes them, in the local header only, although the plain fields have room."""
+    path = tmp_path / "demo-1.0-py3-none-any.whl"
+    plain = WheelBuilder().write(tmp_path / "plain")
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w") as target:
+        for info in source.infolist():
+            info.extra = struct.pack("<HH", 0x9999, 16) + bytes(16)
+            target.writestr(info, source.read(info))
+        sizes = target.getinfo(INIT).file_size, target.getinfo(INIT).compress_size
+    field = local(path, INIT) + 30 + len(INIT)
+    audit(as_wheel(patch(path, field, "<HHQQ", 1, 16, *sizes)))
+    patch(path, field, "<HHQQ", 1, 16, sizes[0] + 1, sizes[1])
+    rejects(path, f"{INIT}: the zip64 extra field contradicts the header", policy=None)
+    rejects(patch(path, field + 2, "<H", 12), "malformed", policy=None)
+
+
+def test_a_member_smaller_than_declared(tmp_path: Path) -> None:
+    path = WheelBuilder().write(tmp_path)
+    for offset in (central(path, INIT) + 24, local(path, INIT) + 22):
+        patch(path, offset, "<L", 13)
+    assert f"zip: {INIT}: unpacks to 12 bytes, 13 declared" in findings(path)
+
+
+def test_documents_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "DOCUMENT_BYTES", 10)
+    found = findings(WheelBuilder().write(tmp_path))
+    assert any("METADATA: 46 bytes, more than the 10 allowed" in one for one in found), found

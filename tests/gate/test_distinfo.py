@@ -101,6 +101,7 @@ LINUX = "cp311-cp311-linux_x86_64"
         ("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n", {},
             ["Root-Is-Purelib is false, but the tags fit any platform"]),
         ("Wheel-Version: 1.0\nTag: py3-none-any\n", {}, ["one Root-Is-Purelib", "'?'"]),
+        (f"{HEAD}Tag: py3-none-any\nGenerator:\n", {}, ["WHEEL is malformed"]),
         (f"Wheel-Version: 1.0\n{HEAD}Tag: py3-none-any\n", {}, ["must have one Wheel-Version"]),
     ],
 )  # fmt: skip
@@ -173,3 +174,25 @@ def test_record_in_another_hash_and_signatures_beside_it(tmp_path: Path) -> None
     rejects(builder.write(tmp_path), f"record: {INIT}: its hash is not the one in RECORD")
     signed = WheelBuilder().add("demo-1.0.dist-info/RECORD.jws", b"{}", listed=False)
     audit(as_wheel(signed.write(tmp_path)), POLICY)
+
+
+def test_a_signature_listed_in_record(tmp_path: Path) -> None:
+    name = "demo-1.0.dist-info/RECORD.jws"
+    path = WheelBuilder().add(name, b"{}").write(tmp_path)
+    rejects(path, f"{name}: must not be listed with a hash")
+    path = WheelBuilder(edit_record=lambda t: t + f"{name},,\n").write(tmp_path)
+    audit(as_wheel(path), POLICY)
+
+
+def test_fields_newer_than_the_metadata_version(tmp_path: Path) -> None:
+    builder = WheelBuilder()
+    builder.metadata = builder.metadata.replace("2.4", "2.1") + "License-File: LICENSE\n"
+    path = builder.write(tmp_path)
+    assert audit(as_wheel(path)).requires_dist == ()
+    rejects(path, "license-file introduced in metadata version 2.4, not 2.1")
+
+
+def test_machine_code_for_the_platform_of_the_tags(tmp_path: Path) -> None:
+    elf64 = b"\x7fELF" + bytes([2, 1, 1, 0]) + bytes(8) + struct.pack("<HH", 3, 62) + bytes(44)
+    path = WheelBuilder().add("demo/fast.so", elf64).write(tmp_path)
+    audit(as_wheel(path))

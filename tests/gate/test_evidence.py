@@ -451,3 +451,16 @@ def test_broken_evidence_of_another_wheel_is_no_obstacle(
     (evidence / "statements/folder.intoto.json").mkdir()
     assert verify([wheel], evidence=evidence)
     assert "x.intoto.json" not in reason(evidence, other)
+
+
+def test_a_key_given_twice(evidence: Path, wheel: Wheel) -> None:
+    path = write_statement(evidence, wheel)
+    text = path.read_text()
+    path.write_text(text.replace('"result"', '"result": "FAILED", "result"'))
+    assert "has the same key twice" in reason(evidence, wheel)
+
+
+def test_outside_a_checkout_there_is_no_commit(evidence: Path, wheel: Wheel) -> None:
+    write_statement(evidence, wheel, commit=None)
+    (verified,) = verify([wheel], evidence=evidence)
+    assert verified.statements[0].commit is None

@@ -13,8 +13,10 @@ from tests.gate.wheel_builder import (
     Entry,
     WheelBuilder,
     as_wheel,
+    central,
     cubin,
     findings,
+    patch,
     ptx,
     rejects,
 )
@@ -261,3 +263,28 @@ def test_wrong_architectures(tmp_path: Path, change, expected: list[str]) -> Non
     found = findings(change(cuda_builder()).write(tmp_path), CUDA)
     assert len(found) == len(expected), found
     assert all(part in one for one, part in zip(found, expected, strict=True)), found
+
+
+def test_a_folder_entry_with_content(tmp_path: Path) -> None:
+    builder = WheelBuilder().add("demo/sub/", b"text", mode=stat.S_IFDIR | 0o755, listed=False)
+    rejects(builder.write(tmp_path), "demo/sub/: is a directory with content", policy=None)
+    builder = WheelBuilder().add("demo/sub/", b"", mode=stat.S_IFDIR | 0o755, listed=False)
+    audit(as_wheel(builder.write(tmp_path)))
+    found = findings(builder.write(tmp_path))
+    assert "headers: demo/sub/: has extra fields or is a directory entry" in found
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "expected"),
+    [
+        (4, 99, "made by unknown system 3/99"),
+        (5, 19, "made by unknown system 19/20"),
+        (36, 2, "unknown file attributes"),
+        (38, 4, "unknown file attributes"),
+    ],
+)
+def test_header_fields_that_no_builder_writes(
+    tmp_path: Path, offset: int, value: int, expected: str
+) -> None:
+    path = WheelBuilder().write(tmp_path)
+    rejects(patch(path, central(path, INIT) + offset, "<B", value), expected, policy=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from gate import wheels
 from gate.errors import EnvironmentFailed, GateError, UsageFailure, WheelRejected
 from gate.wheels import Wheel, locate, resolve
 from tests.gate.wheel_builder import WheelBuilder, flip
@@ -113,19 +114,19 @@ def test_the_order_given_is_kept_and_bytes_come_once(base: Path) -> None:
     copy = base / "c" / first.name
     copy.parent.mkdir()
     copy.write_bytes(first.read_bytes())
-    wheels = resolved(base, "b", "a", "c", str(first), "*/*.whl")
-    assert [wheel.path for wheel in wheels] == [second, first]
+    found = resolved(base, "b", "a", "c", str(first), "*/*.whl")
+    assert [wheel.path for wheel in found] == [second, first]
 
 
 def test_two_wheels_of_one_name(base: Path) -> None:
     first = WheelBuilder().write(base / "a")
     second = WheelBuilder().add("demo/more.py", b"").write(base / "b")
-    wheels = resolved(base, "a", "b")
-    assert [wheel.copy.read_bytes() for wheel in wheels] == [
+    found = resolved(base, "a", "b")
+    assert [wheel.copy.read_bytes() for wheel in found] == [
         first.read_bytes(),
         second.read_bytes(),
     ]
-    assert wheels[0].filename == wheels[1].filename
+    assert found[0].filename == found[1].filename
 
 
 def test_links(base: Path) -> None:
@@ -199,6 +200,7 @@ def test_values_that_find_nothing(base: Path, value: str, expected: str) -> None
     assert "--wheel" in message
     assert repr(value) in message
     assert expected in message
+    assert "there is no user" not in message
 
 
 def test_the_argument_of_another_command_is_named(base: Path) -> None:
@@ -346,3 +348,16 @@ def test_a_name_that_would_confuse_the_terminal(base: Path) -> None:
     message = refused(base, "*.whl", error=WheelRejected)
     assert "\x1b" not in message
     assert "evil\\x1b[2J.whl" in message
+
+
+def test_a_file_too_large(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "MAX_WHEEL_BYTES", 100)
+    WheelBuilder().write(base)
+    assert "is larger than 100 bytes" in refused(base, NAME, error=WheelRejected)
+
+
+def test_an_absolute_pattern(base: Path) -> None:
+    path = WheelBuilder().write(base / "dist")
+    WheelBuilder().add("demo/more.py", b"").write(base)
+    (wheel,) = resolved(base, f"{base}/d*/*.whl")
+    assert wheel.path == path
