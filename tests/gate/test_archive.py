@@ -277,3 +277,42 @@ def test_documents_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scan, "DOCUMENT_BYTES", 10)
     found = findings(WheelBuilder().write(tmp_path))
     assert any("METADATA: 46 bytes, more than the 10 allowed" in one for one in found), found
+
+
+def raw_member(tmp_path: Path, packed: bytes, data: bytes) -> Path:
+    """A wheel with a member whose compressed bytes are exactly ``packed``."""
+    name = "demo/raw.bin"
+    path = WheelBuilder().add(name, packed, method=zipfile.ZIP_STORED).write(tmp_path)
+    crc = zlib.crc32(data)
+    for start, offset in ((central(path, name), 10), (local(path, name), 8)):
+        patch(path, start + offset, "<H", zipfile.ZIP_DEFLATED)
+        patch(path, start + offset + 6, "<LLL", crc, len(packed), len(data))
+    return path
+
+
+def test_compressed_data_must_end_where_the_member_ends(tmp_path: Path) -> None:
+    data = b"some text, some text, some text"
+    stream = zlib.compressobj(9, zlib.DEFLATED, -15)
+    unfinished = stream.compress(data) + stream.flush(zlib.Z_SYNC_FLUSH)
+    finished = unfinished + stream.flush()
+    path = raw_member(tmp_path, finished, data)
+    with zipfile.ZipFile(path) as archive_:
+        assert archive_.read("demo/raw.bin") == data
+    assert "zip: " not in "".join(findings(path))
+    found = findings(raw_member(tmp_path, unfinished, data))
+    assert "zip: demo/raw.bin: the compressed data is cut off" in found
+    for extra in (b"\0", b"hidden"):
+        found = findings(raw_member(tmp_path, finished + extra, data))
+        assert any("has no end or goes on after it" in one for one in found), found
+    found = findings(raw_member(tmp_path, b"", b""))
+    assert any("has no end or goes on after it" in one for one in found), found
+
+
+@pytest.mark.parametrize("extra", [b"\1", b"\1\0\2", b"\x99\x99\x08\0abc"])
+def test_malformed_extra_fields(tmp_path: Path, extra: bytes) -> None:
+    path = tmp_path / "demo-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive_:
+        info = zipfile.ZipInfo(INIT)
+        info.extra = extra
+        archive_.writestr(info, b"")
+    rejects(path, f"zip: {INIT}: malformed extra field")
