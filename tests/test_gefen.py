@@ -733,16 +733,20 @@ def test_other_bad_arguments() -> None:
     assert issubclass(UnsupportedFeatureError, NotImplementedError)
 
 
-def test_dtensors_are_refused_by_name() -> None:
+def test_a_dtensor_of_one_rank_steps_like_a_plain_tensor() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
+    plain, grads = start((12,)), gradients((12,), 3)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sharded = distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (1,)))
-        with pytest.raises(UnsupportedFeatureError, match="'w' is a DTensor"):
-            Gefen([("w", nn.Parameter(sharded))])
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh))
+        train(Gefen([("w", sharded)]), sharded, [distribute_tensor(g, mesh) for g in grads])
+        train(Gefen([("w", plain)]), plain, grads)
+        assert isinstance(sharded, DTensor)
+        assert torch.equal(sharded.to_local(), plain)
     finally:
         dist.destroy_process_group()
 

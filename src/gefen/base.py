@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,16 @@ from gefen.codebook import SIZE, Quantizer
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
 from gefen.kernels.tasks import Momentum
-from gefen.momentum import learn, reencode
-from gefen.parameters import Slot, check_distinct, check_gradient, check_parameter, named, slots
+from gefen.momentum import histogram, learn_from, reencode
+from gefen.parameters import (
+    Slot,
+    check_distinct,
+    check_gradient,
+    check_parameter,
+    local,
+    named,
+    slots,
+)
 from gefen.state import (
     CODEBOOK,
     GLOBAL_STEP,
@@ -30,6 +39,10 @@ from gefen.state import (
     disagreement,
 )
 
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
+    from gefen.distributed.stepping import StepFailure
+
 logger = logging.getLogger("gefen")
 
 
@@ -38,12 +51,15 @@ class Work:
     """A parameter that has a gradient, and its group's settings at the time of this step."""
 
     slot: Slot
+    param: Tensor
+    """What is updated: the parameter, or this rank's shard of it."""
     grad: Tensor
+    """Likewise."""
     settings: dict[str, Any]
 
     @property
-    def param(self) -> Tensor:
-        """The parameter itself."""
+    def key(self) -> Tensor:
+        """The parameter as it is registered, which its state is found by."""
         return self.slot.param
 
 
@@ -58,7 +74,43 @@ class Plan:
     """Learned in this step, on the CPU."""
 
 
-class QuantisedOptimizer(CheckpointedOptimizer):
+class Half:
+    """What a sharded step and a checkpoint ask of an optimizer: here, one that shares nothing.
+
+    Its parameters may be DTensors; each rank then steps its own shard.
+    """
+
+    def _view(self, slot: Slot) -> Tensor:
+        return local(slot.param)
+
+    def _gathered(self) -> dict[Tensor, Entry]:
+        return {}
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        return entries
+
+    def _sharded_mode(self, slot: Slot) -> str:
+        """How ranks step a parameter that they share."""
+        return "local"
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks, besides parameters and settings."""
+        return {"optimizer": type(self).__name__}
+
+    def _wants_survey(self) -> bool:
+        """Whether the next step needs a histogram of the gradients of all ranks."""
+        return False
+
+    def _survey(self, plan: Any, failure: StepFailure) -> Tensor | None:
+        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on."""
+        return None
+
+    def _surveyed(self, plan: Any, counts: Tensor) -> Any:
+        """The plan, knowing the histogram of all ranks."""
+        return plan
+
+
+class QuantisedOptimizer(Half, CheckpointedOptimizer):
     """Base of the optimizers whose momentum is quantised with a learned codebook.
 
     A step has three parts: ``_collect`` validates every gradient, ``_prepare`` computes new
@@ -81,6 +133,7 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
         self._quantizers: dict[torch.device, tuple[Tensor, Quantizer]] = {}
+        self._spare: Entry = {}
         super().__init__(_groups(params), checked(arguments, self.checks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,6 +141,7 @@ class QuantisedOptimizer(CheckpointedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._quantizers = {}
+        self._spare = {}
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,11 +174,10 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         """Update every parameter that has a gradient; return what ``closure`` returns.
 
         ``closure`` runs first, with gradients enabled. Whatever raises before the update
-        (closure, a bad gradient, a bad setting) leaves all parameters and state as they were.
+        (closure, a bad gradient, a bad setting) leaves all parameters and state as they were;
+        where ranks share parameters, all that could wait on each other raise the same error.
         """
-        loss = evaluate(closure)
-        self._commit(self._prepare(self._collect()))
-        return loss
+        return stepped(self._halves(), self._agreement(), closure)
 
     def _check(self, slot: Slot) -> None:
         """Raise where the parameter cannot be optimized."""
@@ -134,7 +187,12 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         """Every parameter with a gradient, all of it validated."""
         settings = {id(group): self._current(group) for group in self.param_groups}
         return [
-            Work(slot, grad, settings[id(slot.group)])
+            Work(
+                slot,
+                self._view(slot),
+                self._view(slot._replace(param=grad)),
+                settings[id(slot.group)],
+            )
             for slot, grad in gradients(self.param_groups, self._check)
         ]
 
@@ -147,25 +205,20 @@ class QuantisedOptimizer(CheckpointedOptimizer):
     def _prepare(self, works: list[Work]) -> Plan:
         if not works:
             return Plan(works)
-        missing = {work.param: self._missing(work) for work in works}
-        codebook = None
+        plan = Plan(works, {work.key: self._missing(work) for work in works})
         if self._wants_codebook():
-            known = (missing[w.param].get(PERIOD) or self.state[w.param][PERIOD] for w in works)
-            codebook = learn(zip((work.grad for work in works), known, strict=True))
-        return Plan(works, missing, codebook)
+            return replace(plan, codebook=learn_from(self._histogram(works, plan.missing)))
+        return plan
+
+    def _histogram(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor:
+        known = (missing[w.key].get(PERIOD) or self.state[w.key][PERIOD] for w in works)
+        return histogram(zip((work.grad for work in works), known, strict=True))
 
     def _missing(self, work: Work) -> Entry:
         """What the parameter's state lacks before this step, on the parameter's device."""
-        param, entry = work.param, self.state.get(work.param)
+        param, entry = work.param, self.state.get(work.key)
         if not entry:
-            period, n = self._period(work), param.numel()
-            new: Entry = {
-                STEP: 0,
-                PERIOD: period,
-                INDEX: torch.zeros(n, dtype=torch.uint8, device=param.device),
-                MAGNITUDE: torch.zeros(n // period, dtype=torch.float32, device=param.device),
-            }
-            return new | self._moments(work, new)
+            return {STEP: 0} | self._fresh(work, self._period(work))
         problem = disagreement(self._spec(param, entry), entry)
         if problem is not None:
             raise UnsupportedParameterError(
@@ -178,6 +231,16 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         }
         return moved | self._moments(work, entry)
 
+    def _fresh(self, work: Work, period: int) -> Entry:
+        """The state of a parameter before its first step, but for the count."""
+        n, device = work.param.numel(), work.param.device
+        new: Entry = {
+            PERIOD: period,
+            INDEX: torch.zeros(n, dtype=torch.uint8, device=device),
+            MAGNITUDE: torch.zeros(n // period, dtype=torch.float32, device=device),
+        }
+        return new | self._moments(work, new)
+
     def _wants_codebook(self) -> bool:
         known = self._shared(CODEBOOK) is not None
         every = self.options.get("codebook_refresh_every", 0)
@@ -189,10 +252,12 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         return [self.state[param] for param in params if self.state.get(param)]
 
     def _shared(self, key: str) -> Any:
-        return next((entry[key] for entry in self._entries() if key in entry), None)
+        found = (entry[key] for entry in self._entries() if key in entry)
+        return next(found, self._spare.get(key))
 
-    def _commit(self, plan: Plan) -> None:
-        if not plan.works:
+    def _commit(self, plan: Plan, active: bool = False) -> None:
+        """Publish and update; ``active``: count the step even if this rank has no gradient."""
+        if not plan.works and not active:
             return
         for param, entry in plan.missing.items():
             self.state[param].update(entry)
@@ -204,7 +269,7 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         self._update([work for work in plan.works if work.param.numel()])
 
     def _count(self, work: Work) -> None:
-        self.state[work.param][STEP] += 1
+        self.state[work.key][STEP] += 1
 
     def _share(self, learned: Tensor | None) -> None:
         """Count the step and hand codebook and count to every parameter's state.
@@ -223,10 +288,11 @@ class QuantisedOptimizer(CheckpointedOptimizer):
                     device = entry[INDEX].device
                     reencode(entry[INDEX], codebook.to(device), learned.to(device))
             codebook, by_device = learned, {learned.device: learned}
+        self._spare = {GLOBAL_STEP: count, CODEBOOK: codebook}
         for entry in entries:
             entry[GLOBAL_STEP] = count
             if codebook is not None:
-                device = entry[INDEX].device
+                device = entry.get(INDEX, codebook).device
                 if device not in by_device:
                     by_device[device] = codebook.to(device)
                 entry[CODEBOOK] = by_device[device]
@@ -235,8 +301,8 @@ class QuantisedOptimizer(CheckpointedOptimizer):
         if plan.codebook is not None:
             logger.info("learned a codebook from %d gradients", len(plan.works))
         for work in plan.works:
-            if PERIOD in plan.missing[work.param]:
-                period = plan.missing[work.param][PERIOD]
+            if PERIOD in plan.missing[work.key]:
+                period = plan.missing[work.key][PERIOD]
                 logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
 
     def _quantizer(self, device: torch.device, codebook: Tensor | None) -> Quantizer:
@@ -249,7 +315,7 @@ class QuantisedOptimizer(CheckpointedOptimizer):
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
-        entry = self.state[work.param]
+        entry = self.state[work.key]
         seed = int(entry[GLOBAL_STEP]), work.slot.number
         return Momentum(
             grad=work.grad,
@@ -264,6 +330,10 @@ class QuantisedOptimizer(CheckpointedOptimizer):
 
     def _halves(self) -> Sequence[QuantisedOptimizer]:
         return [self]
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        self._spare = {}
+        return entries
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return checked(settings, {**self.checks, "lr": current_rate})
@@ -283,6 +353,19 @@ class QuantisedOptimizer(CheckpointedOptimizer):
     def _update(self, works: list[Work]) -> None:
         """Update parameters and state; none is empty and all state is in place."""
         raise NotImplementedError
+
+
+def stepped(
+    halves: Sequence[Any], agreement: Agreement | None, closure: Callable[[], Any] | None
+) -> Any:
+    """Step all halves, once all of them and all ranks are ready; return the closure's value."""
+    if agreement is not None:
+        return agreement.step(halves, partial(evaluate, closure))
+    loss = evaluate(closure)
+    plans = [half._prepare(half._collect()) for half in halves]
+    for half, plan in zip(halves, plans, strict=True):
+        half._commit(plan)
+    return loss
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:

@@ -15,7 +15,7 @@ from gefen.base import QuantisedOptimizer, Work
 from gefen.blocks import find_period
 from gefen.errors import InvalidArgumentError
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
-from gefen.parameters import Slot
+from gefen.parameters import Slot, is_dtensor
 from gefen.state import MAGNITUDE, STEP, V_COL, V_ROW, Entry, Spec, V, momentum_spec
 
 
@@ -113,7 +113,7 @@ class Gefen(QuantisedOptimizer):
         if V in entry or V_ROW in entry:
             return {}
         param = work.param
-        if work.settings["factored_v_2d"] and param.dim() == 2:
+        if work.settings["factored_v_2d"] and param.dim() == 2 and not is_dtensor(work.key):
             rows, columns = param.shape
             return {
                 V_ROW: torch.zeros(rows, dtype=torch.float32, device=param.device),
@@ -133,7 +133,7 @@ class Gefen(QuantisedOptimizer):
     def _update(self, works: list[Work]) -> None:
         blocks, factored = [], []
         for work in works:
-            entry, param = self.state[work.param], work.param.detach()
+            entry, param = self.state[work.key], work.param.detach()
             momentum, adam = self._momentum(work, work.settings["betas"][0]), _adam(work, entry)
             if V in entry:
                 blocks.append(BlockStep(param, momentum, entry[V], adam))

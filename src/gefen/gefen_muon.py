@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
+from gefen.base import Plan, QuantisedOptimizer, Work
 from gefen.blocks import find_period
 from gefen.errors import UnsupportedParameterError
 from gefen.kernels.reference import matrix_step
 from gefen.kernels.tasks import DenseMomentum
+from gefen.momentum import learn_from
 from gefen.newton_schulz import (
     STANDARD,
     Schedule,
@@ -24,8 +26,12 @@ from gefen.newton_schulz import (
     orthogonalise,
     resolve_schedule,
 )
-from gefen.parameters import Slot
-from gefen.state import NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
+from gefen.parameters import Slot, is_dtensor, is_shared, slots
+from gefen.state import CODEBOOK, NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
+
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement, WholeMatrices
+    from gefen.distributed.stepping import StepFailure
 
 
 def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
@@ -121,7 +127,12 @@ class GefenMuon(QuantisedOptimizer):
         capturable: bool = False,
         verbose: bool = False,
     ) -> None:
+        self._wholes: WholeMatrices | None = None
         super().__init__(params, locals())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wholes = None
+        super().__setstate__(state)
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
@@ -152,16 +163,106 @@ class GefenMuon(QuantisedOptimizer):
 
     def _count(self, work: Work) -> None:
         super()._count(work)
-        if work.settings["normuon"]:
-            self.state[work.param][NORMUON_STEP] += 1
+        if work.settings["normuon"] and not self._is_whole(work.slot):
+            self.state[work.key][NORMUON_STEP] += 1
+
+    def _is_whole(self, slot: Slot) -> bool:
+        """Whether ranks that share the matrix step it as a whole, rather than their shards."""
+        shared = slot.group["sharded_mode"] != "approx" and is_shared(slot.param)
+        return shared and slot.param.numel() > 0
+
+    def _whole_matrices(self) -> WholeMatrices:
+        if self._wholes is None:
+            from gefen.distributed.sharding import Agreement, WholeMatrices
+
+            self._wholes = WholeMatrices(self, Agreement())
+        return self._wholes
+
+    def _agreement(self) -> Agreement | None:
+        if not any(self._is_whole(slot) for slot in slots(self.param_groups)):
+            return None
+        return self._whole_matrices().agreement
+
+    def _sharded_mode(self, slot: Slot) -> str:
+        mode: str = slot.group["sharded_mode"]
+        return mode
+
+    def _view(self, slot: Slot) -> Tensor:
+        return slot.param if self._is_whole(slot) else super()._view(slot)
+
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | self._whole_matrices().facts(self._shared(CODEBOOK))
+
+    def _wants_survey(self) -> bool:
+        return self._agreement() is not None and self._wants_codebook()
+
+    def _prepare(self, works: list[Work]) -> Plan:
+        if self._agreement() is None:
+            return super()._prepare(works)
+        wholes = self._whole_matrices()
+        wholes.refresh()
+        return Plan(
+            works,
+            {
+                work.key: wholes.missing(work)
+                if self._is_whole(work.slot)
+                else self._missing(work)
+                for work in works
+            },
+        )
+
+    def _survey(self, plan: Plan, failure: StepFailure) -> Tensor | None:
+        if self._wholes is None:
+            return None
+        whole, rest = self._divided(plan.works)
+        counted = [w for w in rest if is_dtensor(w.key) or self._wholes.agreement.is_first]
+        own = failure.keep(lambda: self._histogram(counted, plan.missing), None)
+        return self._wholes.survey(whole, plan.missing, own, failure)
+
+    def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
+        return replace(plan, codebook=learn_from(counts)) if self._wants_survey() else plan
+
+    def _divided(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+        """Works that ranks do together, and this rank's own."""
+        whole = [work for work in works if self._is_whole(work.slot)]
+        return whole, [work for work in works if not self._is_whole(work.slot)]
+
+    def _gathered(self) -> dict[Tensor, Entry]:
+        return {} if self._agreement() is None else self._whole_matrices().gathered()
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        entries = super()._kept(entries)
+        return entries if self._agreement() is None else self._whole_matrices().kept(entries)
 
     def _update(self, works: list[Work]) -> None:
+        whole, rest = self._divided(works)
+        for work, update in self._updates(rest):
+            self._apply(work, update, work.param.shape)
+        if whole:
+            self._whole_matrices().step(whole)
+
+    def _updates(self, works: list[Work]) -> Iterator[tuple[Work, Tensor]]:
+        """Advance the momenta; yield each work with its update, bfloat16 [rows, columns]."""
         for bucket in _buckets(works):
             dense = self._directions(bucket)
             settings = bucket[0].settings
             updates = orthogonalise(dense, _resolved(settings), settings["eps"])
             for work, update in zip(bucket, updates.view_as(dense), strict=True):
-                self._apply(work, update)
+                yield work, self._evened(work, update)
+
+    def _evened(self, work: Work, update: Tensor) -> Tensor:
+        settings, entry = work.settings, self.state[work.key]
+        if not settings["normuon"]:
+            return update
+        even = normalise_rows(
+            update,
+            entry[NORMUON_V],
+            settings["normuon_beta2"],
+            entry[NORMUON_STEP],
+            settings["normuon_eps"],
+        )
+        # Sharded updates travel in bfloat16, so every update has that precision.
+        return even.bfloat16()
 
     def _directions(self, bucket: list[Work]) -> Tensor:
         """Advance the momenta; their directions, bfloat16 [matrices, rows, columns]."""
@@ -177,23 +278,17 @@ class GefenMuon(QuantisedOptimizer):
         kernels.momentum_update(tasks, self.options["fused"])
         return dense
 
-    def _apply(self, work: Work, update: Tensor) -> None:
-        settings, param = work.settings, work.param.detach()
-        if settings["normuon"]:
-            entry = self.state[work.param]
-            update = normalise_rows(
-                update,
-                entry[NORMUON_V],
-                settings["normuon_beta2"],
-                entry[NORMUON_STEP],
-                settings["normuon_eps"],
-            )
+    def _apply(
+        self, work: Work, update: Tensor, shape: tuple[int, ...], masked: bool = False
+    ) -> None:
+        """Step ``work.param``, a matrix of ``shape`` or a shard of one."""
+        settings = work.settings
         matrix_step(
-            param,
+            work.param.detach(),
             update,
-            lr=settings["lr"] * lr_ratio(param.shape, settings["adjust_lr_fn"]),
+            lr=settings["lr"] * lr_ratio(shape, settings["adjust_lr_fn"]),
             weight_decay=settings["lr"] * settings["weight_decay"],
-            cautious=work.grad if settings["cautious"] else None,
+            cautious=work.grad if settings["cautious"] and not masked else None,
         )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gefen import hyperparameters as check
-from gefen.base import evaluate, gradients
+from gefen.base import Half, gradients, stepped
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
-from gefen.parameters import Slot, check_parameter, slots
+from gefen.parameters import Slot, check_parameter, is_shared, slots
 from gefen.routing import (
     BACKUP_SUBSTRINGS,
     NamedParams,
@@ -25,8 +25,11 @@ from gefen.routing import (
 )
 from gefen.state import STEP, CheckpointedOptimizer, Entry, Spec
 
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
 
-class BackupAdamW(torch.optim.AdamW):
+
+class BackupAdamW(Half, torch.optim.AdamW):
     """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
 
     checks: ClassVar[dict[str, check.Check]] = {
@@ -52,10 +55,13 @@ class BackupAdamW(torch.optim.AdamW):
             found.append(slot)
         return found
 
+    def _view(self, slot: Slot) -> Tensor:
+        return slot.param
+
     def _prepare(self, works: list[Slot]) -> list[Slot]:
         return works
 
-    def _commit(self, plan: list[Slot]) -> None:
+    def _commit(self, plan: list[Slot], active: bool = False) -> None:
         if plan:
             self.step()
 
@@ -159,6 +165,10 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         self.backup = self._make_backup(_by_decay(backup, no_decay)) if backup else None
         self._adopt()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._shared_step: Agreement | None = None
+        super().__setstate__(state)
+
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
@@ -197,12 +207,21 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
         Both have validated everything before either changes anything.
         """
-        loss = evaluate(closure)
-        halves = self._halves()
-        plans = [half._prepare(half._collect()) for half in halves]
-        for half, plan in zip(halves, plans, strict=True):
-            half._commit(plan)
-        return loss
+        return stepped(self._halves(), self._agreement(), closure)
+
+    def _agreement(self) -> Agreement | None:
+        """One for the parameters of both halves; none where their ranks step on their own."""
+        approximate = self._make_muon.keywords["sharded_mode"] == "approx"
+        held = (slot.param for half in self._halves() for slot in slots(half.param_groups))
+        if approximate or not any(map(is_shared, held)):
+            return None
+        if self._shared_step is None:
+            from gefen.distributed.sharding import Agreement
+
+            self._shared_step = Agreement()
+        if self.muon is not None:
+            self.muon._whole_matrices().agreement = self._shared_step
+        return self._shared_step
 
     def _halves(self) -> list[Any]:
         return [half for half in (self.muon, self.backup) if half is not None]

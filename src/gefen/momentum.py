@@ -15,11 +15,23 @@ ZERO_BIN = BINS // 2
 
 
 def learn(gradients: Iterable[tuple[Tensor, int]]) -> Tensor | None:
-    """The codebook, float32 [256] on the CPU, of gradients and their periods.
+    """The codebook, float32 [256] on the CPU, of gradients and their periods, if there is any."""
+    return learn_from(histogram(gradients))
+
+
+def learn_from(total: Tensor) -> Tensor | None:
+    """The codebook, float32 [256] on the CPU, of a histogram on the CPU.
 
     None where every finite gradient is zero: that says nothing about the distribution, and a
-    codebook learned from it would hold a single value for the rest of the training. Blocks that
-    hold a non-finite element are left out, so they cannot spoil it for the others.
+    codebook learned from it would hold a single value for the rest of the training.
+    """
+    return None if total.sum() == total[ZERO_BIN] else solve(total)
+
+
+def histogram(gradients: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """Counts, int64 [4096] on the CPU, of gradients and their periods, to learn a codebook from.
+
+    Blocks that hold a non-finite element are left out, so they cannot spoil it for the others.
     """
     counts: dict[torch.device, Tensor] = {}
     for grad, period in gradients:
@@ -27,8 +39,10 @@ def learn(gradients: Iterable[tuple[Tensor, int]]) -> Tensor | None:
             grad.device, torch.zeros(BINS, dtype=torch.int64, device=grad.device)
         )
         accumulate_histogram(grad, period, count)
-    total = torch.stack([count.cpu() for count in counts.values()]).sum(dim=0)
-    return None if total.sum() == total[ZERO_BIN] else solve(total)
+    total = torch.zeros(BINS, dtype=torch.int64, device="cpu")
+    for count in counts.values():
+        total += count.cpu()
+    return total
 
 
 def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen.errors import InvalidArgumentError, UnsupportedFeatureError, UnsupportedParameterError
+from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -55,7 +55,11 @@ def named(params: Any) -> tuple[list[Any], list[str] | None]:
 
 
 def check_distinct(found: Iterable[Slot]) -> None:
-    """Raise where a tensor or an explicit name occurs twice."""
+    """Raise where a tensor or an explicit name occurs twice.
+
+    Names of parameters that ranks share are compared before a step instead, so that a rank with
+    duplicates does not raise alone while the others wait for it.
+    """
     tensors: dict[int, str] = {}
     names: set[str] = set()
     for slot in found:
@@ -64,7 +68,7 @@ def check_distinct(found: Iterable[Slot]) -> None:
                 f"Duplicate parameter {slot.name!r}: the same tensor is registered as "
                 f"{tensors[id(slot.param)]!r}; pass each parameter once"
             )
-        if slot.name in names:
+        if slot.name in names and not is_shared(slot.param):
             raise InvalidArgumentError(
                 f"Duplicate parameter name {slot.name!r}: two different parameters have it; "
                 "pass model.named_parameters() or give each its own name"
@@ -79,11 +83,13 @@ def check_parameter(param: Any, name: str) -> None:
         raise UnsupportedParameterError(
             f"Parameter {name!r} is of type {type(param).__name__}: must be a tensor"
         )
-    if is_dtensor(param):
-        raise UnsupportedFeatureError(
-            f"Parameter {name!r} is a DTensor: sharded parameters are not available yet"
-        )
     _check_format(param, f"Parameter {name!r}")
+    placements = getattr(param, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedParameterError(
+            f"Parameter {name!r} has placements {placements}: a partial tensor holds "
+            "summands, not values; redistribute it"
+        )
     if not (param.is_leaf or param.retains_grad):
         raise UnsupportedParameterError(
             f"Parameter {name!r} is not a leaf: it is computed from other tensors, so a step "
@@ -99,11 +105,8 @@ def check_parameter(param: Any, name: str) -> None:
 def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
     """Raise, naming it, where ``grad`` cannot be applied to ``param``."""
     label = f"Gradient of parameter {name!r}"
-    if is_dtensor(grad):
-        raise UnsupportedFeatureError(
-            f"{label} is a DTensor: sharded parameters are not available yet"
-        )
     _check_format(grad, label)
+    _check_sharding(param, grad, label)
     if grad.is_meta:
         raise UnsupportedParameterError(f"{label} is on the meta device: it holds no numbers")
     for what in ("shape", "device"):
@@ -111,6 +114,24 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
             raise UnsupportedParameterError(
                 f"{label} has {what} {_plain(getattr(grad, what))}, the parameter has "
                 f"{_plain(getattr(param, what))}: run backward again after changing a parameter"
+            )
+
+
+def _check_sharding(param: Tensor, grad: Tensor, label: str) -> None:
+    if is_dtensor(param) != is_dtensor(grad):
+        which = (
+            "a DTensor, the parameter is" if is_dtensor(grad) else "no DTensor, the parameter is"
+        )
+        raise UnsupportedParameterError(
+            f"{label} is {which} {'one' if is_dtensor(param) else 'a plain tensor'}"
+        )
+    if not is_dtensor(param):
+        return
+    for what in ("device_mesh", "placements", "dtype"):
+        if getattr(grad, what) != getattr(param, what):
+            raise UnsupportedParameterError(
+                f"{label} has {what} {getattr(grad, what)}, the parameter has "
+                f"{getattr(param, what)}: redistribute the gradient like the parameter"
             )
 
 
@@ -129,7 +150,21 @@ def _check_format(tensor: Tensor, label: str) -> None:
         raise UnsupportedParameterError(f"{label} has dtype {tensor.dtype}: must be {allowed}")
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; imports nothing, as one cannot exist before its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_shared(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor of this rank and at least one other."""
+    if not is_dtensor(tensor):
+        return False
+    mesh = tensor.device_mesh
+    return bool(mesh.size() > 1 and mesh.get_coordinate() is not None)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself. Shares the memory."""
+    shard: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor
+    return shard

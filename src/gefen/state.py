@@ -10,14 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gefen.codebook import SIZE
 from gefen.errors import CheckpointError, GefenError
-from gefen.parameters import slots
+from gefen.parameters import Slot, is_dtensor, slots
+
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
 
 STEP = "step"
 """Steps that this parameter has taken, int."""
@@ -68,7 +71,16 @@ class Half(Protocol):
         """A saved group's settings in canonical form; :class:`InvalidArgumentError` if bad."""
 
     def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        """What ``entry`` must hold."""
+        """What ``entry`` must hold, complete."""
+
+    def _view(self, slot: Slot) -> Tensor:
+        """What it sees of a parameter: all of it, or this rank's shard."""
+
+    def _gathered(self) -> dict[Tensor, Entry]:
+        """Complete entries of the parameters whose state other ranks hold. Collective."""
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        """What this rank holds of complete entries that are loaded."""
 
 
 def momentum_spec(param: Tensor, entry: Entry) -> Spec:
@@ -103,7 +115,7 @@ def disagreement(spec: Spec, entry: Entry) -> str | None:
             return f"{key} is {value}, which does not divide {total} elements"
     for key, (dtype, shape) in spec.tensors.items():
         value = entry[key]
-        if type(value) is not Tensor:
+        if type(value) is not Tensor and not is_dtensor(value):
             return f"{key} is of type {type(value).__name__}, expected a tensor"
         if (value.dtype, tuple(value.shape)) != (dtype, shape):
             return f"{key} is {value.dtype} {tuple(value.shape)}, expected {dtype} {shape}"
@@ -116,9 +128,25 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     def _halves(self) -> Sequence[Half]:
         raise NotImplementedError
 
+    def _agreement(self) -> Agreement | None:
+        """What this optimizer's ranks agree by before a step; None where they share nothing."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict, with an entry for every parameter; refers to the live tensors."""
+        """torch's state dict, with an entry for every parameter; refers to the live tensors.
+
+        Where ``sharded_mode="distributed"`` spreads the state over ranks, all of them must call
+        this together and each gets the complete state; :class:`PeerFailureError` on a rank that
+        waits in vain.
+        """
+        gathered: dict[Tensor, Entry] = {}
+        for half in self._halves():
+            gathered |= half._gathered()
         saved = super().state_dict()
+        params = (param for group in self.param_groups for param in group["params"])
+        for number, param in enumerate(params):
+            if param in gathered:
+                saved["state"][number] = gathered[param]
         for group in saved["param_groups"]:
             for number in group["params"]:
                 saved["state"].setdefault(number, {STEP: 0})
@@ -143,7 +171,12 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             own = {key: group[key] for key in OWN if key in group}
             group.clear()
             group.update(chosen | own)
+        for half in self._halves():
+            entries = half._kept(entries)
         self.state.update(entries)
+        agreement = self._agreement()
+        if agreement is not None:
+            agreement.mended()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -245,7 +278,7 @@ def _entries(
         if entry == {STEP: 0}:
             continue
         entries[slot.param] = dict(entry)
-        problem = disagreement(half._spec(slot.param, dict(entry)), dict(entry))
+        problem = disagreement(half._spec(half._view(slot), dict(entry)), dict(entry))
         if problem is not None:
             _refuse(f"the state of parameter {slot.name!r} does not fit: {problem}")
     return entries

@@ -238,10 +238,10 @@ def agree_and_disagree(
 ) -> tuple[str, str]:
     preflight = Preflight()
     for _ in range(good_steps):
-        assert not preflight.agree(good)
+        assert not preflight.agree(good).skip
     told = refusal(preflight, broken)
     assert refusal(preflight, broken) == told
-    assert not preflight.agree(good)
+    assert not preflight.agree(good).skip
     return told
 
 
@@ -279,8 +279,8 @@ def run_case(rank: int, world: int, builder: str) -> Any:
 
 def all_missing_everywhere(rank: int, world: int) -> None:
     preflight, mine = Preflight(), one_mesh("exact", world)
-    assert not preflight.agree(without_grad(mine))
-    assert not preflight.agree(mine)
+    assert not preflight.agree(without_grad(mine)).skip
+    assert not preflight.agree(mine).skip
 
 
 def test_no_gradient_anywhere_is_agreed(ranks: RankPool) -> None:
@@ -299,7 +299,7 @@ def failing_rank(rank: int, world: int) -> tuple[str, str, str]:
         except ShardedStepError as error:
             told = (type(error).__name__, str(error))
             causes.append(error.__cause__ is failure)
-        assert not preflight.agree(good)
+        assert not preflight.agree(good).skip
     assert causes == [True, True]
     return (*told, "")
 
@@ -314,7 +314,7 @@ def test_a_local_failure_reaches_the_whole_component(ranks: RankPool) -> None:
 def skipping(rank: int, world: int) -> list[bool]:
     good, _ = chain(rank, world, "exact")
     preflight = Preflight()
-    return [preflight.agree(good, skip=rank == 3), preflight.agree(good)]
+    return [preflight.agree(good, skip=rank == 3).skip, preflight.agree(good).skip]
 
 
 def test_a_skip_asked_by_one_rank_is_a_skip_on_every_rank(ranks: RankPool) -> None:
@@ -360,7 +360,7 @@ def count_calls(rank: int, world: int, count: int) -> list[list[tuple[str, int]]
 @pytest.mark.parametrize("count", [1, 300])
 def test_a_step_costs_one_small_all_reduce_per_group(ranks: RankPool, count: int) -> None:
     for per_step in ranks.run(count_calls, 2, count):
-        assert per_step == [[("all_reduce", 64)]] * 2
+        assert per_step == [[("all_reduce", 80)]] * 2
 
 
 def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
@@ -376,13 +376,13 @@ def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
 def test_a_chain_costs_its_diameter_per_group(ranks: RankPool) -> None:
     counted = ranks.run(count_chain, 4)
     assert [len(calls) for calls in counted] == [3, 6, 6, 3]
-    assert {call for calls in counted for call in calls} == {("all_reduce", 64)}
+    assert {call for calls in counted for call in calls} == {("all_reduce", 80)}
 
 
 def count_nothing(rank: int, world: int) -> list[tuple[str, int]]:
     counter = Counter()
     plain = Member("a", True, torch.zeros(2, 2), group(), "exact")
-    assert not Preflight().agree([plain])
+    assert not Preflight().agree([plain]).skip
     with pytest.raises(ValueError, match="mine"):
         Preflight().agree([plain], failure=ValueError("mine"))
     return counter.take()
@@ -397,7 +397,7 @@ def one_rank_mesh(rank: int, world: int) -> list[tuple[str, int]]:
     counter = Counter()
     meshes = [mesh_over(r) for r in range(world)]
     named = {"a": weight(meshes[rank]), "b": weight(meshes[rank])}
-    assert not Preflight().agree(members("exact", named))
+    assert not Preflight().agree(members("exact", named)).skip
     return counter.take()
 
 
@@ -418,7 +418,7 @@ def legal_orders(rank: int, world: int) -> None:
     for shift in range(4):
         chosen = orders[(rank * 2 + shift) % len(orders)]
         named = dict(pair for block in chosen for pair in block)
-        assert not preflight.agree(members("exact", named))
+        assert not preflight.agree(members("exact", named)).skip
 
 
 def test_meshes_may_be_registered_in_any_order(ranks: RankPool) -> None:
@@ -433,12 +433,12 @@ def topology_changes(rank: int, world: int) -> list[int]:
     preflight = Preflight()
     diameters = []
     for mine in (early, early, late, late):
-        assert not preflight.agree(mine)
+        assert not preflight.agree(mine).skip
         assert preflight.topology is not None
         diameters.append(preflight.topology.diameter)
     for forgetful in range(world):
         preflight = Preflight() if rank == forgetful else preflight
-        assert not preflight.agree(late)
+        assert not preflight.agree(late).skip
         assert preflight.topology is not None
         diameters.append(preflight.topology.diameter)
     return diameters

@@ -9,8 +9,8 @@ costs more: then details are gathered, and every rank raises the same error.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _FINGERPRINT, _FINGERPRINT_NEGATED, _DIAMETER, _DIAMETER_NEGATED = range(4)
-_FAULT, _FAILURE, _RELEARN, _SKIP = range(4, 8)
-_SLOTS = 8
+_FLAGS = 4
+_FAULT, _FAILURE, _RELEARN, _SKIP, _ACTIVE, _SURVEY = range(6)
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
 
 
@@ -42,8 +42,9 @@ _NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
 class Member:
     """A parameter that takes part in a sharded step.
 
-    ``explicit`` says whether the user gave ``name``; ``group`` is the parameter group that
-    holds its hyperparameters, read anew at every step.
+    ``explicit`` says whether the user gave ``name``. ``group`` is the parameter group that holds
+    its hyperparameters and ``facts`` what else must agree, such as the kind of the optimizer;
+    both are read anew at every step.
     """
 
     name: str
@@ -51,6 +52,15 @@ class Member:
     parameter: torch.Tensor
     group: Mapping[str, Any]
     sharded_mode: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Agreed(NamedTuple):
+    """What any rank of the component asked for or said."""
+
+    skip: bool
+    active: bool
+    survey: bool
 
 
 @dataclass
@@ -59,6 +69,7 @@ class _Unit:
 
     members: list[Member]
     groups: list[Mapping[str, Any]]
+    facts: list[Mapping[str, Any]]
     records: list[dict[str, Any]]
     static: bytes
 
@@ -90,14 +101,16 @@ class Preflight:
         self,
         members: Sequence[Member],
         *,
-        facts: Mapping[str, Any] | None = None,
         skip: bool = False,
+        active: bool = False,
+        survey: bool = False,
         failure: Exception | None = None,
-    ) -> bool:
-        """Return whether to skip the step (some rank asked), or raise on every rank.
+    ) -> Agreed:
+        """Return what any rank asked for, or raise on every rank.
 
         members: the same object as in the last call when nothing was registered in between.
-        facts: named values of the optimizer itself that must agree, such as its kind.
+        skip: leave out this step; active: this rank has something to update; survey: it needs
+        a survey of all gradients first. Any rank's wish is told to all.
         failure: what went wrong on this rank before the step, if anything did.
 
         Raises the same :class:`~gefen.errors.ShardedStepError` on every rank of the component;
@@ -108,17 +121,17 @@ class Preflight:
         if not self._channels:
             if failure is not None:
                 raise failure
-            return skip
-        facts = {name: diagnosis.canonical(value) for name, value in (facts or {}).items()}
-        digests = self._digests(facts)
-        fault = self._fault is not None
-        flags = self._rounds(digests, [fault, failure is not None, self._is_stale(), skip])
-        if flags[_RELEARN - _FAULT]:
+            return Agreed(skip, active, survey)
+        digests = self._digests()
+        start = [self._fault is not None, failure is not None, False, skip, active, survey]
+        stale = [*start[:_RELEARN], self._is_stale(), *start[_SKIP:]]
+        flags = self._rounds(digests, stale)
+        if flags[_RELEARN]:
             self._topology = discover(self.channels, dist.get_rank())
-            flags = self._rounds(digests, [fault, failure is not None, False, skip])
-        if flags[0] or flags[1]:
-            self._refuse(digests, facts, failure)
-        return flags[_SKIP - _FAULT]
+            flags = self._rounds(digests, start)
+        if flags[_FAULT] or flags[_FAILURE]:
+            self._refuse(digests, failure)
+        return Agreed(flags[_SKIP], flags[_ACTIVE], flags[_SURVEY])
 
     def _register(self, members: Sequence[Member]) -> None:
         shared = [m for m in members if is_sharded(m.parameter)]
@@ -143,14 +156,13 @@ class Preflight:
         held = frozenset(channel.key for channel in self._channels)
         return self._topology is None or self._topology.groups != held
 
-    def _digests(self, facts: Mapping[str, str]) -> dict[tuple[int, ...], bytes]:
-        stated = repr(sorted(facts.items())).encode()
+    def _digests(self) -> dict[tuple[int, ...], bytes]:
         texts: dict[int, bytes] = {}
         for unit in self._units.values():
-            for group in unit.groups:
-                if id(group) not in texts:
-                    texts[id(group)] = repr(_hyperparameters(group)).encode()
-        return {ranks: _digest(unit, texts, stated) for ranks, unit in self._units.items()}
+            for values in (*unit.groups, *unit.facts):
+                if id(values) not in texts:
+                    texts[id(values)] = repr(_hyperparameters(values)).encode()
+        return {ranks: _digest(unit, texts) for ranks, unit in self._units.items()}
 
     def _rounds(
         self, digests: Mapping[tuple[int, ...], bytes], start: Sequence[bool]
@@ -169,9 +181,9 @@ class Preflight:
             for channel in active:
                 mark = prints[channel]
                 seen = _reduce(channel, [mark, -mark, diameter, -diameter, *flags])
-                flags = seen[_FAULT:]
-                flags[0] |= seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED]
-                flags[2] |= seen[_DIAMETER] != -seen[_DIAMETER_NEGATED]
+                flags = seen[_FLAGS:]
+                flags[_FAULT] |= seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED]
+                flags[_RELEARN] |= seen[_DIAMETER] != -seen[_DIAMETER_NEGATED]
                 rounds[channel] = max(rounds[channel], seen[_DIAMETER])
             done += 1
         return [bool(flag) for flag in flags]
@@ -179,7 +191,6 @@ class Preflight:
     def _refuse(
         self,
         digests: Mapping[tuple[int, ...], bytes],
-        facts: Mapping[str, str],
         failure: Exception | None,
     ) -> NoReturn:
         assert self._topology is not None
@@ -193,7 +204,7 @@ class Preflight:
         summaries = flood(*spread, {str(rank): summary}, "finding out what differs")
         wanted = diagnosis.units_to_describe(summaries, rank)
         mine = {
-            diagnosis.unit_name(ranks): _describe(unit, facts)
+            diagnosis.unit_name(ranks): _describe(unit)
             for ranks, unit in self._units.items()
             if diagnosis.unit_name(ranks) in wanted
         }
@@ -215,7 +226,8 @@ def _make_unit(members: list[Member], keys: Mapping[int, MeshKey]) -> _Unit:
         position = positions.setdefault(id(member.group), len(positions))
         records.append(_record(member, keys[id(_mesh(member))], position))
     static = hashlib.blake2b(repr([sorted(r.items()) for r in records]).encode()).digest()
-    return _Unit(members, list(groups.values()), records, static)
+    facts = {id(member.facts): member.facts for member in members}
+    return _Unit(members, list(groups.values()), list(facts.values()), records, static)
 
 
 def _record(member: Member, mesh: MeshKey, group: int) -> dict[str, Any]:
@@ -240,12 +252,11 @@ def _hyperparameters(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
 
 
-def _digest(unit: _Unit, texts: Mapping[int, bytes], facts: bytes) -> bytes:
+def _digest(unit: _Unit, texts: Mapping[int, bytes]) -> bytes:
     digest = hashlib.blake2b(unit.static, digest_size=16)
     digest.update(bytes([member.parameter.grad is not None for member in unit.members]))
-    for group in unit.groups:
-        digest.update(texts[id(group)])
-    digest.update(facts)
+    for values in (*unit.groups, *unit.facts):
+        digest.update(texts[id(values)])
     return digest.digest()
 
 
@@ -262,13 +273,13 @@ def _reduce(channel: Channel, slots: list[int]) -> list[int]:
     return reduced
 
 
-def _describe(unit: _Unit, facts: Mapping[str, str]) -> list[dict[str, Any]]:
+def _describe(unit: _Unit) -> list[dict[str, Any]]:
     texts = [dict(_hyperparameters(group)) for group in unit.groups]
     return [
         {
             **record,
             "hyperparameters": {
-                **facts,
+                **dict(_hyperparameters(member.facts)),
                 **texts[record["group"]],
                 "sharded_mode": repr(record["sharded_mode"]),
             },

@@ -106,6 +106,13 @@ def matrix_step(
             values.add_(step, alpha=-lr)
 
 
+def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """The masked and scaled update that a cautious :func:`matrix_step` takes, in ``dtype``."""
+    share = _agreeing_share(update, grad, Scratch(dtype, update.device))
+    step = update.to(dtype)
+    return step * (step * grad.to(dtype) > 0) / share
+
+
 def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
     n = update.numel()
     agreeing = torch.zeros((), dtype=torch.int64, device=update.device)
