@@ -12,43 +12,53 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "tests"]
 
 PINS = ("-c", "ci/constraints.txt")
+# Settings of the user's that would send an installation somewhere else.
+REDIRECTS = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIRE_VIRTUALENV")
+NEUTRAL = {**dict.fromkeys(REDIRECTS), "PIP_USER": "0"}
 
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install at the pinned versions, into the session's own environment only."""
-    if session.virtual_env is None or not session.virtual_env.is_sandboxed:
+    if not session.virtualenv.is_sandboxed:
         session.error("this session needs its own environment: run nox without --no-venv")
-    session.install("--quiet", *PINS, *requirements)
+    session.install("--quiet", *PINS, *requirements, env=NEUTRAL)
+
+
+GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
+
+
+def run_gate(session: nox.Session, *arguments: str) -> None:
+    """Run the gate's command line, with relative paths counting from where the user is."""
+    install(session, *GATE)
+    env = {"GATE_INVOKED_FROM": session.invoked_from}
+    # Nothing of the user's Python settings or site may reach the gate itself.
+    session.run("python", "-EsBm", "gate", *arguments, *session.posargs, env=env)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
     """Build sdist and wheel twice, compare them byte for byte, check them, write dist/."""
-    install(session, "build", "hatchling", "twine")
-    session.run("python", "ci/build.py", *session.posargs)
+    run_gate(session, "build")
 
 
 @nox.session
 def gate(session: nox.Session) -> None:
     """Gate wheels (built first unless --wheel is given); arguments go to `gate run`."""
-    install(session, "click", "packaging", "tomli", "build", "hatchling", "twine")
-    env = {"GATE_INVOKED_FROM": session.invoked_from}
-    session.run("python", "-m", "gate", "run", "--build", *session.posargs, env=env)
+    run_gate(session, "run")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, "torch", "numpy", "pytest", "hypothesis", "click", "packaging", "tomli")
-    install(session, "build", "hatchling", "twine", "editables")
-    session.install("--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
+    install(session, *GATE, "torch", "numpy", "pytest", "hypothesis", "editables")
+    install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
     session.run("python", "-m", "pytest", *session.posargs)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style (ruff) and types (mypy)."""
-    install(session, "ruff", "mypy", "torch", "numpy", "click", "packaging", "nox")
+    install(session, *GATE, "ruff", "mypy", "torch", "numpy", "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

@@ -323,7 +323,8 @@ class _Session:
         """Where this wheel's reports and logs go."""
         wheel = self._candidate.wheel
         name = f"{wheel.filename}.{wheel.sha256[:12]}"
-        return self._options.evidence / "runs" / name / self._report.profile
+        run = f"{self._report.profile}.{evidence.environment_id(self._wanted)}"
+        return self._options.evidence / "runs" / name / run
 
     def _keep(self, environment: Environment) -> None:
         """Copy records and logs out of the environment, in place of those of an earlier run."""
