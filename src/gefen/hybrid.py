@@ -141,6 +141,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         verbose: bool = False,
     ) -> None:
         given = locals()
+        self._shared_step: Agreement | None = None
         self._backup_substrings = check.strings(
             "backup_substrings",
             BACKUP_SUBSTRINGS if backup_substrings is None else backup_substrings,
@@ -166,7 +167,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         self._adopt()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._shared_step: Agreement | None = None
+        self._shared_step = None
         super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
