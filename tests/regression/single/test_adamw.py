@@ -66,16 +66,14 @@ def test_block_longer_than_a_chunk(device: torch.device) -> None:
     """Its magnitude is the largest momentum of all its parts."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.zeros(2, 300_000, device=device))
-    grad = torch.randn(2, 300_000)
-    for row, place in zip(grad, (-1, 0), strict=True):  # in another chunk, in the first
-        top = row.abs().argmax()
-        row[top], row[place] = row[place].clone(), row[top].clone()
+    grad = torch.randn(2, 300_000).sign()
+    grad[0, -1], grad[1, 0] = 7, -9
     param.grad = grad.to(device)
     optimizer = Gefen([param], betas=(0.75, 0.9))
     optimizer.step()
     state = optimizer.state[param]
     assert state["period"] == 300_000
-    torch.testing.assert_close(state["magnitude"].cpu(), grad.abs().amax(dim=1) / 4)
+    torch.testing.assert_close(state["magnitude"].cpu(), torch.tensor([7.0, 9.0]) / 4)
     entries = state["codebook"][state["index"].long()].view(2, -1)
     momentum = (entries * state["magnitude"][:, None]).cpu()
-    torch.testing.assert_close(momentum, grad / 4, rtol=0, atol=0.05)
+    torch.testing.assert_close(momentum, grad / 4, rtol=0, atol=1e-3)
