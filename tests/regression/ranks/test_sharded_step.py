@@ -1,0 +1,102 @@
+"""A step of sharded parameters is the step of one process, bit for bit on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gefen
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharded import SHAPES, full, give_gradients, on_every_rank, parameters, whole_mesh
+
+STEPS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 0.02},
+    "normuon": {"lr": 0.02, "normuon": True, "ns_schedule": "tuned3"},
+}
+
+
+def alone(device: torch.device, chosen: str) -> dict[str, torch.Tensor]:
+    params = {name: nn.Parameter(full(name, 0, device)) for name in SHAPES}
+    train(gefen.GefenMuon(params.items(), **SETTINGS[chosen]), params, device)
+    return {name: param.detach() for name, param in params.items()}
+
+
+def train(
+    optimizer: torch.optim.Optimizer,
+    params: dict[str, nn.Parameter],
+    device: torch.device,
+    steps: range = range(STEPS),
+) -> None:
+    for step in steps:
+        give_gradients(params, step, device)
+        if step == 1:
+            params["d"].grad = None
+        optimizer.step()
+
+
+def assert_equal(
+    params: dict[str, nn.Parameter], expected: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    """Equal bits on the CPU; on a GPU within the bfloat16 products' rounding."""
+    tolerance = 0.0 if device.type == "cpu" else 2e-3
+    for name, param in params.items():
+        found = param.detach().full_tensor()
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("chosen", SETTINGS)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+def test_a_sharded_step_equals_one_process(
+    mode: str, dim: int, chosen: str, device: torch.device
+) -> None:
+    params = parameters(whole_mesh(device), device, dim)
+    optimizer = gefen.GefenMuon(params.items(), sharded_mode=mode, **SETTINGS[chosen])
+    train(optimizer, params, device)
+    assert_equal(params, alone(device, chosen), device)
+
+
+def test_momentum_is_held_once_in_distributed_mode(device: torch.device) -> None:
+    params = parameters(whole_mesh(device), device)
+    optimizer = gefen.GefenMuon(params.items(), sharded_mode="distributed")
+    train(optimizer, params, device, range(1))
+    held = sum(e["index"].numel() for e in optimizer.state.values() if "index" in e)
+    assert sum(on_every_rank(held)) == sum(rows * columns for rows, columns in SHAPES.values())
+
+
+def test_a_distributed_checkpoint_continues_exactly(device: torch.device) -> None:
+    params = parameters(whole_mesh(device), device)
+    optimizer = gefen.GefenMuon(params.items(), sharded_mode="distributed", **SETTINGS["normuon"])
+    train(optimizer, params, device, range(2))
+    saved = optimizer.state_dict()
+    assert all("index" in entry for entry in saved["state"].values())
+    resumed = gefen.GefenMuon(params.items(), sharded_mode="distributed")
+    resumed.load_state_dict(saved)
+    train(resumed, params, device, range(2, STEPS))
+    assert_equal(params, alone(device, "normuon"), device)
+
+
+def test_local_slices_step_without_a_collective(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = parameters(whole_mesh(device), device)
+    optimizers = [
+        gefen.Gefen(params.items()),
+        gefen.GefenMuon(params.items(), sharded_mode="approx"),
+    ]
+    give_gradients(params, 1, device)
+    before = [param.detach().to_local().clone() for param in params.values()]
+    for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
+        monkeypatch.setattr(dist, name, None)
+    for optimizer in optimizers:
+        optimizer.step()
+    for param, old in zip(params.values(), before, strict=True):
+        assert not old.numel() or not torch.equal(param.detach().to_local(), old)
