@@ -74,7 +74,8 @@ def pytest_configure(config):
     stacks = open(RECORDS / f"stacks-{RANK}.txt", "w")  # noqa: SIM115 - open until the end
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     (RECORDS / f"pid-{RANK}").write_text(str(os.getpid()))
-    config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
+    if not config.option.collectonly:
+        config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
 
 
 def pytest_collection_finish(session):
