@@ -169,6 +169,13 @@ def test_optimal_where_many_clusterings_tie_or_clusters_are_long(name: str, size
     assert found == pytest.approx(best_by_layers(points, weights, size, 1200), rel=1e-9)
 
 
+def test_optimal_even_where_no_price_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codebook, "_LAST_PRICE", 0)
+    points, weights = spread("groups")
+    found = cost(points, weights, optimal_centres(points, weights, 40, 1200))
+    assert found == pytest.approx(best_by_layers(points, weights, 40, 1200), rel=1e-9)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_codebooks(case: str) -> None:
     book = solve(torch.from_numpy(GOLDEN[f"{case}.counts"]))
@@ -185,6 +192,17 @@ def test_every_histogram_gives_a_legal_codebook(filled: int, weight: int) -> Non
     assert book.dtype == torch.float32
     assert (book[0], book[-1]) == (-1, 1)
     assert (book.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("filled", [256, 258, 300])
+def test_light_points_beside_heavy_ones(filled: int) -> None:
+    """What a light point saves can vanish in the rounding of a heavy neighbour's squares."""
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[:filled:2], counts[1:filled:2] = 1 << 30, 1
+    centres = (torch.arange(BINS) + 0.5) / 2048 - 1
+    book = solve(counts)
+    heavy = (centres[2:filled:2].unsqueeze(1) - book).abs().amin(dim=1)
+    assert heavy.max() < 1e-6
 
 
 def test_few_bins_become_the_entries() -> None:

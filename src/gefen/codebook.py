@@ -114,31 +114,29 @@ def optimal_centres(points: Numbers, weights: Numbers, size: int, edge: int) -> 
 
 _SURPLUS = 8  # links too many that cost less to search through than another price does
 _PRICES = 8  # tries before any surplus will do: ties can make whole ranges unreachable
+_LAST_PRICE = 100  # rounding can hide what the lightest points would save
 
 
 def _priced_cuts(line: _Line, links: int) -> list[int]:
     """Cuts of an optimal clustering with at least ``links`` free clusters, and few more."""
     aim = links + _SURPLUS / 2
     price, low, high = line.first_price(aim), 0.0, np.inf
-    best: list[int] = []
-    tries = 0
-    while True:
+    best = list(range(len(line.head)))  # every point alone: optimal, but for many links
+    for tries in range(_LAST_PRICE):
         cuts = line.shortest(price)
         found = len(cuts) - 1
-        tries += 1
         if found >= links:
             low = price
-            best = cuts if not best or found < len(best) - 1 else best
-            if found <= links + _SURPLUS:
-                return best
+            best = min(best, cuts, key=len)
         else:
             high = price
-        if best and tries >= _PRICES:
-            return best
+        if len(best) - 1 <= links + _SURPLUS or (tries >= _PRICES and low > 0):
+            break
         # The count goes with price^(-1/3) for a smooth density.
         price *= (max(found, 1) / aim) ** 3
         if not low < price < high:
             price = (low + high) / 2 if np.isfinite(high) else 2 * low
+    return best
 
 
 class _Line:
