@@ -40,7 +40,6 @@ from gefen.state import (
 )
 
 if TYPE_CHECKING:
-    from gefen.distributed.sharding import Agreement
     from gefen.distributed.stepping import StepFailure
 
 logger = logging.getLogger("gefen")
@@ -177,7 +176,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         (closure, a bad gradient, a bad setting) leaves all parameters and state as they were;
         where ranks share parameters, all that could wait on each other raise the same error.
         """
-        return stepped(self._halves(), self._agreement(), closure)
+        return stepped(self, closure)
 
     def _check(self, slot: Slot) -> None:
         """Raise where the parameter cannot be optimized."""
@@ -355,12 +354,12 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         raise NotImplementedError
 
 
-def stepped(
-    halves: Sequence[Any], agreement: Agreement | None, closure: Callable[[], Any] | None
-) -> Any:
+def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
     """Step all halves, once all of them and all ranks are ready; return the closure's value."""
+    halves: Sequence[Any] = optimizer._halves()
+    agreement = optimizer._agreement()
     if agreement is not None:
-        return agreement.step(halves, partial(evaluate, closure))
+        return agreement.step(optimizer, halves, partial(evaluate, closure))
     loss = evaluate(closure)
     plans = [half._prepare(half._collect()) for half in halves]
     for half, plan in zip(halves, plans, strict=True):

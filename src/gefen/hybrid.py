@@ -208,7 +208,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
         Both have validated everything before either changes anything.
         """
-        return stepped(self._halves(), self._agreement(), closure)
+        return stepped(self, closure)
 
     def _agreement(self) -> Agreement | None:
         """One for the parameters of both halves; none where their ranks step on their own."""

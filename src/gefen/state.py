@@ -132,6 +132,11 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """What this optimizer's ranks agree by before a step; None where they share nothing."""
         return None
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A scaler that skips the step of one rank alone would leave the others waiting.
+        return self._agreement() is not None
+
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, with an entry for every parameter; refers to the live tensors.
 

@@ -133,7 +133,7 @@ def mode_equality(rank: int, world: int) -> None:
     train(GefenMuon(expected.items(), lr=0.02), expected, alone)
     params = parameters(place)
     optimizer = GefenMuon(params.items(), lr=0.02, sharded_mode="distributed")
-    with pytest.warns(UserWarning, match=r"'a' has placements .*Shard.*as in 'exact'"):
+    with pytest.warns(UserWarning, match=r"placements .*Shard.*'a', 'b', 'c', 'd' and 1 more are"):
         found = train(optimizer, params, place)
     for name, value in expected.items():
         assert torch.equal(found[name], value.detach()), name
@@ -488,3 +488,54 @@ def incomplete(rank: int, world: int) -> None:
 
 def test_incomplete_owner_state_is_refused(ranks: RankPool) -> None:
     ranks.run(incomplete, 2)
+
+
+def scaled(rank: int, world: int, mode: str) -> None:
+    """An infinity on rank 0 alone: nobody steps. Then the unscaled step is the plain one."""
+    place = layout("rows", world)
+    params, plain = parameters(place), parameters(place)
+    optimizer = GefenMuon(params.items(), sharded_mode=mode)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for name, param in params.items():
+        spoiled = torch.full(SHAPES[name], 8.0)
+        if rank == 0 and name == "a":
+            spoiled[0, 0] = torch.inf
+        param.grad = place(name, spoiled)
+    before = snapshot(optimizer, params)
+    scaler.step(optimizer)
+    assert same(before, snapshot(optimizer, params))
+    for name in SHAPES:
+        full = gradient(name, 1)
+        assert full is not None
+        params[name].grad, plain[name].grad = place(name, full * 8), place(name, full)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    GefenMuon(plain.items(), sharded_mode=mode).step()
+    for name, param in params.items():
+        assert torch.equal(whole(param.detach()), whole(plain[name].detach()))
+        assert torch.equal(whole(param.grad), whole(plain[name].grad))
+
+
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+def test_an_overflow_on_one_rank_skips_the_step_everywhere(ranks: RankPool, mode: str) -> None:
+    ranks.run(scaled, 2, mode)
+
+
+def scale_without_verdict(rank: int, world: int) -> tuple[str, str]:
+    place = layout("rows", world)
+    params = parameters(place)
+    optimizer = GefenMuon(params.items())
+    for name, param in params.items():
+        param.grad = place(name, torch.ones(SHAPES[name]))
+    if rank == 1:
+        optimizer.grad_scale = torch.tensor(2.0)
+    return refused(optimizer)
+
+
+def test_a_missing_amp_control_is_one_error_on_all(ranks: RankPool) -> None:
+    told = ranks.run(scale_without_verdict, 2)
+    assert told[0] == told[1]
+    assert told[0][0] == "PeerFailureError"
+    assert "grad_scale is set without found_inf" in told[0][1]

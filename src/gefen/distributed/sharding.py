@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from gefen.distributed import consolidate, stepping
 from gefen.distributed.mesh import Channel, channel_of
 from gefen.distributed.preflight import Member, Preflight
 from gefen.distributed.stepping import Matrix, Routes
-from gefen.errors import PeerFailureError, UnsupportedParameterError
+from gefen.errors import InvalidArgumentError, PeerFailureError, UnsupportedParameterError
 from gefen.kernels.reference import agreeing
 from gefen.parameters import is_shared, local, slots
 from gefen.state import (
@@ -48,10 +49,13 @@ class Agreement:
 
     def step(
         self,
+        owner: Any,
         halves: Sequence[Any],
         evaluate: Callable[[], Any],
     ) -> Any:
-        """Step all halves on all ranks; return what ``evaluate`` gave on this one.
+        """Step all halves of ``owner`` on all ranks; return what ``evaluate`` gave on this one.
+
+        Where a gradient scaler found an infinity on any rank, no rank steps.
 
         Where any rank fails before anything changed, every rank of the component raises the
         same error. Where one fails later, every rank raises :class:`PeerFailureError`, and so
@@ -59,9 +63,10 @@ class Agreement:
         """
         if self._broken is not None:
             raise PeerFailureError(self._broken)
-        loss, plans, failure = None, [], None
+        loss, plans, failure, overflow = None, [], None, False
         try:
             loss = evaluate()
+            overflow = _has_overflowed(owner)
             plans = [half._prepare(half._collect()) for half in halves]
         except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
             failure = error
@@ -71,9 +76,13 @@ class Agreement:
                 p.grad is not None for h in halves for g in h.param_groups for p in g["params"]
             ),
             survey=any(half._wants_survey() for half in halves),
+            skip=overflow,
             failure=failure,
         )
-        if agreed.active:
+        if agreed.active and not agreed.skip:
+            if getattr(owner, "grad_scale", None) is not None:
+                _unscale(halves, float(local(owner.grad_scale)))
+                plans = [half._prepare(half._collect()) for half in halves]
             self._change(halves, plans, agreed.survey)
         return loss
 
@@ -150,6 +159,23 @@ class Agreement:
         self._broken = None
 
 
+def _has_overflowed(owner: Any) -> bool:
+    """Whether this rank's gradient scaler, if there is one, found an infinity."""
+    found = getattr(owner, "found_inf", None)
+    if found is None and getattr(owner, "grad_scale", None) is not None:
+        raise InvalidArgumentError(
+            "grad_scale is set without found_inf: step through torch.amp.GradScaler.step()"
+        )
+    return found is not None and bool(local(torch.as_tensor(found)) > 0)
+
+
+def _unscale(halves: Sequence[Any], scale: float) -> None:
+    for half in halves:
+        for slot in slots(half.param_groups):
+            if slot.param.grad is not None:
+                local(slot.param.grad).div_(scale)
+
+
 _RELOAD = (
     "Some parameters may have been updated and others not: load a checkpoint of the parameters "
     "and of this optimizer before the next step()."
@@ -181,6 +207,12 @@ class WholeMatrices:
         signature = [(id(s.param), s.group["sharded_mode"], s.group["cautious"]) for s in held]
         if signature != self._signature:
             self._matrices = {slot.param: _matrix(slot) for slot in held}
+            if any(_is_cautious(slot) for slot in held):
+                warnings.warn(
+                    "cautious=True: the updates are not bfloat16, so these matrices are stepped "
+                    "as in sharded_mode='exact'",
+                    stacklevel=2,
+                )
             self._routes = Routes(list(self._matrices.values()))
             self._signature = signature
 
@@ -325,8 +357,12 @@ def _matrix(slot: Any) -> Matrix:
     parameter = slot.param
     assert isinstance(parameter, DTensor)
     name = slot.name if "param_names" in slot.group else _signature(parameter)
-    mode = "exact" if slot.group["cautious"] else slot.group["sharded_mode"]
+    mode = "exact" if _is_cautious(slot) else slot.group["sharded_mode"]
     return Matrix(name, parameter, mode)
+
+
+def _is_cautious(slot: Any) -> bool:
+    return bool(slot.group["cautious"] and slot.group["sharded_mode"] == "distributed")
 
 
 def _signature(parameter: DTensor) -> str:

@@ -83,6 +83,7 @@ class Routes:
         meshes = {id(m.parameter.device_mesh): m.parameter.device_mesh for m in matrices}
         keys = dict(zip(meshes, identify_meshes(meshes.values()), strict=True))
         splits = [_split(matrix) for matrix in matrices]
+        _warn_of_fallback([m for m, s in zip(matrices, splits, strict=True) if s is None])
         self._routes: dict[int, _Route] = {}
         together: dict[tuple[MeshKey, int], list[Matrix]] = {}
         for matrix, dimension in zip(matrices, splits, strict=True):
@@ -137,7 +138,7 @@ class Routes:
 
 
 def _split(matrix: Matrix) -> int | None:
-    """Mesh dimension of a matrix that can travel by parcel; None, with a warning, if not."""
+    """Mesh dimension of a matrix that can travel by parcel; None if it cannot."""
     parameter = matrix.parameter
     found = sharded_dimension(parameter)
     if found is not None:
@@ -145,14 +146,23 @@ def _split(matrix: Matrix) -> int | None:
         span = spans_of(parameter.shape[found[1]], lane)[lane.position]
         if parameter.to_local().shape[found[1]] == span.stop - span.start:
             return found[0]
-    replicated = all(isinstance(p, Replicate) for p in parameter.placements)
-    if matrix.mode == "distributed" and not replicated:
+    return None
+
+
+def _warn_of_fallback(matrices: Sequence[Matrix]) -> None:
+    found: dict[str, list[str]] = {}
+    for matrix in matrices:
+        placements = matrix.parameter.placements
+        replicated = all(isinstance(placement, Replicate) for placement in placements)
+        if matrix.mode == "distributed" and not replicated:
+            found.setdefault(repr(placements), []).append(repr(matrix.name))
+    for layout, names in found.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         warnings.warn(
-            f"Parameter {matrix.name!r} has placements {parameter.placements}, which "
-            "sharded_mode='distributed' cannot serve: it is stepped as in 'exact'",
+            f"sharded_mode='distributed' cannot serve placements {layout}: "
+            f"{', '.join(names[:4])}{more} are stepped as in 'exact'",
             stacklevel=2,
         )
-    return None
 
 
 def _parcels(key: MeshKey, dimension: int, held: Sequence[Matrix]) -> dict[int, _Route]:
