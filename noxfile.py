@@ -50,9 +50,13 @@ def gate(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, *GATE, "torch", "numpy", "pytest", "hypothesis", "editables")
+    install(session, *GATE, *"torch numpy pytest pytest-xdist hypothesis editables".split())
     install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
-    session.run("python", "-m", "pytest", *session.posargs)
+    # One process for each core; more threads than cores would only get in each other's way.
+    parallel = ("-n", "auto", "--dist", "loadfile")
+    session.run(
+        "python", "-m", "pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    )
 
 
 @nox.session

@@ -41,7 +41,7 @@ def test_recorded_periods(shape: str) -> None:
     assert find_period(torch.from_numpy(GOLDEN[f"{shape}.grad"])) == GOLDEN[f"{shape}.period"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(1, 24), min_size=1, max_size=3),
     st.integers(0, 2**31),
