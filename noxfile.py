@@ -50,13 +50,12 @@ def gate(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, *GATE, *"torch numpy pytest pytest-xdist hypothesis editables".split())
+    install(session, *GATE, "torch", "numpy", "pytest", "pytest-xdist", "hypothesis", "editables")
     install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
     # One process for each core; more threads than cores would only get in each other's way.
+    env = {"OMP_NUM_THREADS": "1"}
     parallel = ("-n", "auto", "--dist", "loadfile")
-    session.run(
-        "python", "-m", "pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"}
-    )
+    session.run("python", "-m", "pytest", *parallel, *session.posargs, env=env)
 
 
 @nox.session
