@@ -6,10 +6,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gate.machine import Machine, Profile, choose, examine
 from gate.regressions import Failure, Run, Subject
 from gate.report import Display, Report
 from gate.repository import ROOT, Repository
-from gate.runner import Runner
+from gate.runner import Runner, in_background
 from gate.wheels import Wheel, resolve
 
 
@@ -218,8 +219,12 @@ class _Session:
                         _environment(options, requires, self._runner)
                     )
                     phase.detail = "clean, on a verified torch layer"
+                # Does not depend on the wheel, and mostly waits for an import.
+                probe = stack.enter_context(
+                    in_background(self._runner, partial(examine, environment))
+                )
                 try:
-                    self._test(environment)
+                    self._test(environment, probe)
                 except BaseException:
                     self._keep(environment)
                     raise
@@ -230,7 +235,7 @@ class _Session:
             report.write(self._folder / "report.json")
             raise
 
-    def _test(self, environment: Environment) -> None:
+    def _test(self, environment: Environment, probe: Callable[[], Machine]) -> None:
         with self._phase("install"):
             environments.install(environment, self._candidate.wheel.copy, self._runner)
         subject = Subject(
@@ -245,7 +250,7 @@ class _Session:
             inventory = regressions.collect(subject, suite, records / "collect", self._runner)
             phase.detail = f"the wheel's own files are imported; {len(inventory)} tests collected"
         with self._phase("machine") as phase:
-            machine = examine(environment, self._runner)
+            machine = probe()
             profile, self._report.uncovered = choose(machine, self._options.profile)
             phase.detail = f"{_summary(machine)}: profile {profile.name}"
         self._report.profile, self._report.facts = profile.name, machine.facts

@@ -23,6 +23,7 @@ PHASES = (
     "regressions",
     "evidence",
 )
+RUNS_PYTEST = ("identity", "regressions")
 
 
 @dataclass(kw_only=True)

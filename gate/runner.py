@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 
 from gate.errors import EnvironmentFailed
 
@@ -25,6 +27,8 @@ SUPERVISOR = Path(__file__).parent / "harness" / "supervise.py"
 POLL_SECONDS = 0.05
 OUTPUT_LIMIT = 64 * 2**20
 TAIL_LINES = 40
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +81,12 @@ class Runner:
     Args:
         verbose: echo the commands and their output while they run.
         on_tick: called many times a second while a command runs (for a progress display).
+        cancelled: set to have a running command stopped.
     """
 
     verbose: bool = False
     on_tick: Callable[[], None] = lambda: None
+    cancelled: Event = field(default_factory=Event)
 
     def run(
         self,
@@ -152,6 +158,8 @@ class Runner:
                 self.on_tick()
                 if supervisor.returncode is not None:
                     return ""
+                if self.cancelled.is_set():
+                    return "killed: no longer needed"
                 if time.monotonic() > deadline:
                     on_timeout()
                     return f"hung: killed after {timeout:g} s"
@@ -176,6 +184,23 @@ class Runner:
             log=log,
             seconds=seconds,
         )
+
+
+@contextmanager
+def in_background(
+    runner: Runner, task: Callable[[Runner], Result]
+) -> Iterator[Callable[[], Result]]:
+    """Run ``task`` beside the body, which gets a call that waits for its result.
+
+    The task's commands are stopped when the body ends, however it ends.
+    """
+    own = replace(runner, on_tick=lambda: None, cancelled=Event())
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(task, own)
+        try:
+            yield future.result
+        finally:
+            own.cancelled.set()
 
 
 def checked(outcome: Outcome, what: str, *, cause: str = "", next_step: str = "") -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 
 from gate import runner as module
 from gate.errors import EnvironmentFailed
-from gate.runner import Outcome, Runner, checked
+from gate.runner import Outcome, Runner, checked, in_background
 from tests.gate.conftest import ROOT
 
 
@@ -116,6 +116,16 @@ def test_killing_the_gate_leaves_no_process(tmp_path: Path) -> None:
     # Readable once the supervisor, which nobody waits for any more, has ended.
     assert select.select([handle], [], [], 30)[0]
     assert not alive(grandchild)
+
+
+def test_work_in_the_background_ends_with_the_body(tmp_path: Path) -> None:
+    def task(runner: Runner) -> Outcome:
+        command, log = ["sleep", "600"], tmp_path / "log"
+        return runner.run(command, env={"PATH": os.defpath}, cwd=tmp_path, log=log, timeout=600)
+
+    with in_background(Runner(), task) as result:
+        pass
+    assert "no longer needed" in result().describe()
 
 
 def test_checked_shows_the_tail_and_the_next_step(tmp_path: Path) -> None:
