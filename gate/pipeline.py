@@ -26,6 +26,9 @@ from gate.repository import ROOT, Repository
 from gate.runner import Runner, in_background
 from gate.wheels import Wheel, resolve
 
+SHOWN_FAILURES = 20
+SHOWN_LINES = 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -288,11 +291,13 @@ class _Session:
             phase.status = "failed" if failures else "passed"
 
     def _verdict(self) -> RegressionFailed:
-        where = [f"{where}: {reason}" for where, reason, _ in self._report.failures]
-        detail = next((detail for _, _, detail in self._report.failures if detail), "")
-        shown = where[:20] + ([f"and {len(where) - 20} more"] if len(where) > 20 else [])
+        """Failed tests before those that did not run, and the most telling log below them."""
+        failures = sorted(self._report.failures, key=lambda item: item[1] == "did not run")
+        lines = [f"{where}: {reason}" for where, reason, _ in failures]
+        more = [f"and {len(lines) - SHOWN_FAILURES} more"] if len(lines) > SHOWN_FAILURES else []
+        detail = next((detail for _, _, detail in failures if detail), "").splitlines()
         return RegressionFailed(
-            "\n".join([*shown, *detail.splitlines()[-60:]]),
+            "\n".join([*lines[:SHOWN_FAILURES], *more, *detail[:SHOWN_LINES]]),
             next_step=f"read {self._folder}/report.json and the logs beside it",
         )
 

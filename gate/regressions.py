@@ -29,6 +29,8 @@ from gate.runner import Outcome, Runner
 SUITE = Path(__file__).parent.parent / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
+PREFIX = "tests/regression/"
+PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
 PYTEST_INI = """\
 [pytest]
 addopts = --strict-markers --strict-config -p no:cacheprovider
@@ -226,39 +228,48 @@ def _judge(
 ) -> Iterator[Failure]:
     if not expected:
         yield Failure(where=plan.label, reason="no tests were collected for it")
-    for rank in range(plan.world):
-        yield from _judge_rank(plan, rank, expected, records)
-    if not outcome.ok:
-        yield Failure(
-            where=plan.label,
-            reason=outcome.describe(),
-            detail="\n\n".join([*_stacks(records), outcome.tail()]),
-        )
+    failures = [
+        failure
+        for rank in range(plan.world)
+        for failure in _judge_rank(plan, rank, expected, records)
+    ]
+    if not outcome.ok or failures:
+        stacks = list(_stacks(records))
+        detail = "\n\n".join([*stacks, outcome.tail()])
+        yield Failure(where=plan.label, reason=outcome.describe(), detail=detail)
+    yield from failures
 
 
 def _stacks(records: Path) -> Iterator[str]:
+    """The stacks that test processes wrote when they were ended, without pytest's own frames."""
     for file in sorted(records.glob("stacks-*.txt")):
-        if text := file.read_text(errors="replace").strip():
+        lines = file.read_text(errors="replace").splitlines()
+        kept = [line for line in lines if not any(part in line for part in PYTEST_FRAMES)]
+        if any(line.strip() for line in kept):
+            text = "\n".join(kept).strip()
             yield f"stacks of rank {file.stem.removeprefix('stacks-')}:\n{text}"
 
 
 def _judge_rank(plan: Run, rank: int, expected: Sequence[str], records: Path) -> Iterator[Failure]:
     suffix = f" on rank {rank}" if plan.world > 1 else ""
     where = plan.label + suffix
-    results = _results(records / f"junit-{rank}.xml")
-    for node in expected:
-        verdict, detail = results.pop(node, ("did not run", ""))
-        if verdict != "passed":
-            yield Failure(where=f"tests/regression/{node}{suffix}", reason=verdict, detail=detail)
-    for node, (verdict, detail) in results.items():
-        yield Failure(where=f"{node}{suffix}", reason=f"unexpected: {verdict}", detail=detail)
     try:
         finished = json.loads((records / f"finished-{rank}.json").read_text())
     except FileNotFoundError:
         yield Failure(where=where, reason="ended early: it left no completion record")
+        with suppress(FileNotFoundError):
+            running = (records / f"current-{rank}").read_text()
+            yield Failure(where=f"{PREFIX}{running}{suffix}", reason="was running when it ended")
         return
     for problem in finished["identity_problems"]:
         yield Failure(where=where, reason=problem)
+    results = _results(records / f"junit-{rank}.xml")
+    for node in expected:
+        verdict, detail = results.pop(node, ("did not run", ""))
+        if verdict != "passed":
+            yield Failure(where=f"{PREFIX}{node}{suffix}", reason=verdict, detail=detail)
+    for node, (verdict, detail) in results.items():
+        yield Failure(where=f"{node}{suffix}", reason=f"unexpected: {verdict}", detail=detail)
 
 
 def _results(junit: Path) -> dict[str, tuple[str, str]]:

@@ -72,7 +72,9 @@ def encoded(path, algorithm):
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     stacks = open(RECORDS / f"stacks-{RANK}.txt", "w")  # noqa: SIM115 - open until the end
+    # The gate asks with the first; torchrun ends the peers of a failed rank with the second.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGTERM, file=stacks, all_threads=True, chain=True)
     (RECORDS / f"pid-{RANK}").write_text(str(os.getpid()))
     if not config.option.collectonly:
         config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
@@ -83,6 +85,10 @@ def pytest_collection_finish(session):
     for item in session.items:
         item.user_properties.append(("nodeid", item.nodeid))
     record("inventory", [item.nodeid for item in session.items])
+
+
+def pytest_runtest_logstart(nodeid):
+    (RECORDS / f"current-{RANK}").write_text(nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

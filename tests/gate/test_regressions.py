@@ -59,7 +59,7 @@ def test_a_green_suite_passes(subject: Subject, make_suite: MakeSuite) -> None:
             "@pytest.fixture\ndef late():\n    yield\n    raise OSError\ndef test_it(late): pass",
             "test_it: error",
         ),
-        ("def test_it(): os._exit(0)", "test_it: did not run"),
+        ("def test_it(): os._exit(0)", "test_it: was running when it ended"),
         ("def test_it(): os._exit(0)", "ended early: it left no completion record"),
         ("def test_it(): pytest.exit('enough', returncode=0)", "test_it: did not run"),
         ("def test_it(): os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
@@ -129,11 +129,13 @@ def test_surrounding_configuration_is_not_read(
 
 
 def test_a_hang_is_ended_and_shows_its_stack(subject: Subject, make_suite: MakeSuite) -> None:
-    code = HEAD + "import threading\ndef test_it():\n    threading.Event().wait()\n"
-    _, failures = judge(subject, make_suite(single__test_it=code), timeout=4)
+    code = HEAD + "import threading\ndef test_hang():\n    threading.Event().wait()\n"
+    _, failures = judge(subject, make_suite(single__test_it=code), timeout=8)
     hung = next(failure for failure in failures if "hung" in failure.reason)
     assert "test_it.py" in hung.detail
     assert "in wait" in hung.detail
+    assert "in _multicall" not in hung.detail
+    assert any("test_hang: was running" in f"{each.where}: {each.reason}" for each in failures)
 
 
 def test_ranks_run_under_torchrun(subject: Subject, make_suite: MakeSuite) -> None:
@@ -153,7 +155,9 @@ def test_a_rank_that_leaves_early_with_success_is_a_failure(
     code = HEAD + "def test_it():\n    if os.environ['RANK'] == '1': os._exit(0)\n"
     _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
     lines = [f"{failure.where}: {failure.reason}" for failure in failures]
-    assert "tests/regression/ranks/test_it.py::test_it on rank 1: did not run" in lines
+    assert (
+        "tests/regression/ranks/test_it.py::test_it on rank 1: was running when it ended" in lines
+    )
     assert "ranks-2 on rank 1: ended early: it left no completion record" in lines
 
 
@@ -168,3 +172,19 @@ def test_hanging_ranks_show_the_stack_of_each(subject: Subject, make_suite: Make
     detail = next(failure.detail for failure in failures if "hung" in failure.reason)
     assert detail.count("in wait_for_peer") == 2
     assert "stacks of rank 1" in detail
+
+
+def test_a_failing_rank_shows_where_its_peers_were(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = (
+        HEAD
+        + "import threading\n"
+        + "def wait_for_peer(): threading.Event().wait()\n"
+        + "def test_it():\n"
+        + "    if os.environ['RANK'] == '0': wait_for_peer()\n"
+        + "    assert mini.answer == 43\n"
+    )
+    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
+    assert any("test_it on rank 1" in failure.where for failure in failures)
+    assert any("in wait_for_peer" in failure.detail for failure in failures)
