@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gefen import blocks
+from gefen import Gefen, GefenMuon, blocks
 from gefen.blocks import divisors, find_period, flat_slice
 
 GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "periods.npz")
@@ -156,3 +158,29 @@ def test_a_flat_slice_is_that_of_the_copy(shape: list[int], data: st.DataObject)
 @given(st.integers(1, 3000))
 def test_divisors(n: int) -> None:
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+@pytest.mark.parametrize(("asked", "everywhere"), [(True, False), (False, True), (False, False)])
+def test_deterministic_sums_are_made_on_the_cpu(
+    asked: bool, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stands in for a CUDA gradient: only where it lies matters."""
+    grad = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: everywhere)
+    device = blocks._sum_device(grad, asked)
+    assert device.type == ("cpu" if asked or everywhere else "cuda")
+
+
+@pytest.mark.parametrize("make", [Gefen, GefenMuon])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_optimizers_pass_deterministic_on(
+    make: Any, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(
+        blocks, "_sum_device", lambda grad, asked: told.append(asked) or torch.device("cpu")
+    )
+    param = torch.nn.Parameter(noise(8, 16))
+    param.grad = noise(8, 16)
+    make([param], deterministic=chosen).step()
+    assert told == [chosen]

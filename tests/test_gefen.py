@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from workload import bytes_of
 
-import gefen
 from gefen import Gefen, blocks, codebook, momentum
 from gefen.errors import (
     GefenError,
@@ -785,15 +784,3 @@ def test_step_hooks_run() -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(optimizer, param, gradients((8, 8), 1))
     assert calls == ["before", "after"]
-
-
-def test_public_names() -> None:
-    assert set(gefen.__all__) == {
-        "Gefen",
-        "GefenMuon",
-        "GefenMuonHybrid",
-        "__version__",
-        "kernels",
-        "split_params_for_muon",
-        "validate_split",
-    }

@@ -100,8 +100,11 @@ class Half:
         """Whether the next step needs a histogram of the gradients of all ranks."""
         return False
 
-    def _survey(self, plan: Any, failure: StepFailure) -> Tensor | None:
-        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on."""
+    def _survey(self, plan: Any, failure: StepFailure, first: bool) -> Tensor | None:
+        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on.
+
+        first: whether this rank counts what all ranks have.
+        """
         return None
 
     def _surveyed(self, plan: Any, counts: Tensor) -> Any:

@@ -58,7 +58,7 @@ def flat_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def find_period(grad: Tensor) -> int:
+def find_period(grad: Tensor, deterministic: bool = False) -> int:
     """Choose the block length of a parameter from its first gradient.
 
     ``grad`` has any shape, any floating dtype and any strides. The result divides
@@ -67,8 +67,8 @@ def find_period(grad: Tensor) -> int:
 
     Work is the sum of the divisors of n (one strided difference of a prefix sum each), in
     float64. Temporary memory is a few chunks of fixed size, whatever the tensor's size.
-    On CUDA the sums stay on the device, except under ``torch.use_deterministic_algorithms``
-    (its float prefix sum is not deterministic there).
+    On CUDA the sums stay on the device, except with ``deterministic`` or under
+    ``torch.use_deterministic_algorithms`` (its float prefix sum is not deterministic there).
 
     Source: arXiv 2606.13894, block partition; the fallback of step 5 keeps the state near one
     byte per parameter.
@@ -77,7 +77,8 @@ def find_period(grad: Tensor) -> int:
     if n < SMALLEST:
         return 1
     candidates = divisors(n)
-    errors = _block_errors(grad.detach(), candidates[:-1])
+    device = _sum_device(grad, deterministic)
+    errors = _block_errors(grad.detach(), candidates[:-1], device)
     period = candidates[_largest_drop(errors)]
     return period if period >= SMALLEST else _fallback(grad.shape, candidates)
 
@@ -97,14 +98,13 @@ def _fallback(shape: torch.Size, candidates: list[int]) -> int:
     return period if period >= SMALLEST else 1
 
 
-def _block_errors(grad: Tensor, periods: list[int]) -> list[float]:
+def _block_errors(grad: Tensor, periods: list[int], device: torch.device) -> list[float]:
     """E(P) = sqrt(mean over blocks of the variance of g² in the block), for each period.
 
     The mean variance is mean(g⁴) − mean(block mean of g²)², so only block sums are needed.
     Only P = 1 is returned where the sums are not finite.
     """
     n = grad.numel()
-    device = _sum_device(grad)
     chunk = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     fourth = torch.zeros((), dtype=torch.float64, device=device)
     squares = [fourth.clone() for _ in periods]
@@ -130,10 +130,10 @@ def _block_errors(grad: Tensor, periods: list[int]) -> list[float]:
     return [v**0.5 if v > floor else 0.0 for v in variances]
 
 
-def _sum_device(grad: Tensor) -> torch.device:
-    if grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return grad.device
-    return torch.device("cpu")
+def _sum_device(grad: Tensor, deterministic: bool) -> torch.device:
+    if deterministic or torch.are_deterministic_algorithms_enabled() or not grad.is_cuda:
+        return torch.device("cpu")
+    return grad.device
 
 
 def _squared_sums(ends: Tensor, start: Tensor) -> Tensor:

@@ -45,7 +45,9 @@ class Gefen(QuantisedOptimizer):
 
     - ``codebook_refresh_every``: learn the codebook anew after so many steps; 0 keeps the first.
     - ``fused``: use kernels where there are any for the device; on the CPU there are none.
-    - ``deterministic``: only algorithms that repeat bit for bit; the CPU has no others.
+    - ``deterministic``: only algorithms that repeat bit for bit, as under
+      ``torch.use_deterministic_algorithms``: on CUDA the sums that block lengths are chosen by
+      are then made on the CPU. The CPU has no others.
     - ``capturable``: not available yet.
     - ``verbose``: log learned block lengths and codebooks to the logger ``gefen``.
 
@@ -79,6 +81,7 @@ class Gefen(QuantisedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
         fused: bool = True,
         force_1d_period_one: bool = False,
         force_2d_period_one: bool = False,
@@ -107,7 +110,7 @@ class Gefen(QuantisedOptimizer):
             or (dimensions == 2 and settings["force_2d_period_one"])
             or any(part in work.slot.name for part in settings["period_one_substrings"])
         )
-        return 1 if forced else find_period(work.grad)
+        return 1 if forced else find_period(work.grad, self.options["deterministic"])
 
     def _moments(self, work: Work, entry: Entry) -> Entry:
         if V in entry or V_ROW in entry:

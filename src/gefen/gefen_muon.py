@@ -112,6 +112,7 @@ class GefenMuon(QuantisedOptimizer):
         ns_steps: int = 5,
         ns_schedule: str | Iterable[Iterable[float]] | None = None,
         adjust_lr_fn: str | None = None,
+        *,
         fused: bool = True,
         sharded_mode: str = "exact",
         fp8_ns: bool = False,
@@ -143,7 +144,7 @@ class GefenMuon(QuantisedOptimizer):
             )
 
     def _period(self, work: Work) -> int:
-        return find_period(work.grad)
+        return find_period(work.grad, self.options["deterministic"])
 
     def _moments(self, work: Work, entry: Entry) -> Entry:
         if not work.settings["normuon"] or NORMUON_V in entry:
@@ -173,15 +174,16 @@ class GefenMuon(QuantisedOptimizer):
 
     def _whole_matrices(self) -> WholeMatrices:
         if self._wholes is None:
-            from gefen.distributed.sharding import Agreement, WholeMatrices
+            from gefen.distributed.sharding import WholeMatrices
 
-            self._wholes = WholeMatrices(self, Agreement())
+            self._wholes = WholeMatrices(self)
         return self._wholes
 
+    def _has_wholes(self) -> bool:
+        return any(self._is_whole(slot) for slot in slots(self.param_groups))
+
     def _agreement(self) -> Agreement | None:
-        if not any(self._is_whole(slot) for slot in slots(self.param_groups)):
-            return None
-        return self._whole_matrices().agreement
+        return self._joint_agreement() if self._has_wholes() else None
 
     def _sharded_mode(self, slot: Slot) -> str:
         mode: str = slot.group["sharded_mode"]
@@ -191,13 +193,17 @@ class GefenMuon(QuantisedOptimizer):
         return slot.param if self._is_whole(slot) else super()._view(slot)
 
     def _facts(self) -> dict[str, Any]:
-        return super()._facts() | self._whole_matrices().facts(self._shared(CODEBOOK))
+        facts = super()._facts()
+        # Ranks that each step their own have codebooks of their own.
+        if self._has_wholes():
+            facts |= self._whole_matrices().facts(self._shared(CODEBOOK))
+        return facts
 
     def _wants_survey(self) -> bool:
-        return self._agreement() is not None and self._wants_codebook()
+        return self._has_wholes() and self._wants_codebook()
 
     def _prepare(self, works: list[Work]) -> Plan:
-        if self._agreement() is None:
+        if not self._has_wholes():
             return super()._prepare(works)
         wholes = self._whole_matrices()
         wholes.refresh()
@@ -211,13 +217,13 @@ class GefenMuon(QuantisedOptimizer):
             },
         )
 
-    def _survey(self, plan: Plan, failure: StepFailure) -> Tensor | None:
-        if self._wholes is None:
+    def _survey(self, plan: Plan, failure: StepFailure, first: bool) -> Tensor | None:
+        if not self._has_wholes():
             return None
         whole, rest = self._divided(plan.works)
-        counted = [w for w in rest if is_dtensor(w.key) or self._wholes.agreement.is_first]
+        counted = [work for work in rest if first or is_dtensor(work.key)]
         own = failure.keep(lambda: self._histogram(counted, plan.missing), None)
-        return self._wholes.survey(whole, plan.missing, own, failure)
+        return self._whole_matrices().survey(whole, plan.missing, own, failure)
 
     def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
         return replace(plan, codebook=learn_from(counts)) if self._wants_survey() else plan
@@ -228,11 +234,11 @@ class GefenMuon(QuantisedOptimizer):
         return whole, [work for work in works if not self._is_whole(work.slot)]
 
     def _gathered(self) -> dict[Tensor, Entry]:
-        return {} if self._agreement() is None else self._whole_matrices().gathered()
+        return self._whole_matrices().gathered() if self._has_wholes() else {}
 
     def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
         entries = super()._kept(entries)
-        return entries if self._agreement() is None else self._whole_matrices().kept(entries)
+        return self._whole_matrices().kept(entries) if self._has_wholes() else entries
 
     def _update(self, works: list[Work]) -> None:
         whole, rest = self._divided(works)

@@ -141,7 +141,6 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         verbose: bool = False,
     ) -> None:
         given = locals()
-        self._shared_step: Agreement | None = None
         self._backup_substrings = check.strings(
             "backup_substrings",
             BACKUP_SUBSTRINGS if backup_substrings is None else backup_substrings,
@@ -165,10 +164,6 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         self.muon = self._make_muon(muon) if muon else None
         self.backup = self._make_backup(_by_decay(backup, no_decay)) if backup else None
         self._adopt()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._shared_step = None
-        super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
@@ -212,17 +207,13 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     def _agreement(self) -> Agreement | None:
         """One for the parameters of both halves; none where their ranks step on their own."""
-        approximate = self._make_muon.keywords["sharded_mode"] == "approx"
+        # Where this rank has no matrix others may have some, of the mode that new ones get.
+        groups = [self._make_muon.keywords] if self.muon is None else self.muon.param_groups
+        approximate = all(group["sharded_mode"] == "approx" for group in groups)
         held = (slot.param for half in self._halves() for slot in slots(half.param_groups))
         if approximate or not any(map(is_shared, held)):
             return None
-        if self._shared_step is None:
-            from gefen.distributed.sharding import Agreement
-
-            self._shared_step = Agreement()
-        if self.muon is not None:
-            self.muon._whole_matrices().agreement = self._shared_step
-        return self._shared_step
+        return self._joint_agreement()
 
     def _halves(self) -> list[Any]:
         return [half for half in (self.muon, self.backup) if half is not None]

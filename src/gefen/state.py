@@ -47,8 +47,8 @@ GLOBAL_STEP = "global_step"
 
 SHARED = (CODEBOOK, GLOBAL_STEP)
 
-OWN = ("params", "param_names")
-"""Group keys that a load does not replace."""
+OWN = ("params", "param_names", "sharded_mode")
+"""Group keys that a load does not replace: the mode is the run's, not the state's."""
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -128,9 +128,19 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     def _halves(self) -> Sequence[Half]:
         raise NotImplementedError
 
+    _joint: Agreement | None = None
+
     def _agreement(self) -> Agreement | None:
         """What this optimizer's ranks agree by before a step; None where they share nothing."""
         return None
+
+    def _joint_agreement(self) -> Agreement:
+        # Imported on first use: a module of torch that it needs takes seconds.
+        if self._joint is None:
+            from gefen.distributed.sharding import Agreement
+
+            self._joint = Agreement()
+        return self._joint
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -162,7 +172,8 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """Continue from ``state_dict``, bitwise; its tensors are copied.
 
         State keeps its dtypes whatever those of the parameters, and goes to the parameters'
-        devices. A tensor ``lr`` of this optimizer is kept and takes the saved value. Raises
+        devices. A tensor ``lr`` of this optimizer is kept and takes the saved value. All
+        settings of groups are loaded but ``sharded_mode``, which stays this optimizer's. Raises
         :class:`CheckpointError`, and changes nothing, where anything does not fit.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -1,4 +1,4 @@
-"""The rank pool shared by every test here."""
+"""The rank pool shared by every test here; helper modules, also those of the regressions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "regression" / "ranks"))
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import RankPool
 

@@ -98,7 +98,12 @@ class RankPool:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._server is None:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            }
             self._server = subprocess.Popen(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
@@ -162,8 +167,6 @@ def _serve(requests: int, replies: int) -> None:
 
 def _load(file: str) -> Any:
     path = Path(file)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"ranks_case_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -9,6 +9,7 @@ from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from gefen.distributed import exchange
 from gefen.distributed.exchange import (
     Lane,
     Parcel,
@@ -132,7 +133,8 @@ def byte_count(rank: int, world: int) -> tuple[int, int]:
         Parcel(f"w{i}", (side, side), 0, i % world, spans_of(side, lane)) for i in range(2 * world)
     ]
     shards = {p.name: torch.zeros(p.shard_shape(rank)) for p in parcels}
-    for bucket in make_buckets(parcels, world, 4, limit=2 * side * side * 4):
+    exchange.BUCKET_BYTES = 2 * side * side * 4
+    for bucket in make_buckets(parcels, world, 4):
         owned = send_to_owners(lane, bucket, shards, torch.empty(0))()
         updates = {name: full.bfloat16() for name, full in owned.items()}
         send_from_owners(lane, bucket, updates, torch.empty(0, dtype=torch.bfloat16))()
@@ -149,17 +151,19 @@ def parcel(name: str, owner: int, rows: int = 4) -> Parcel:
     return Parcel(name, (rows, 4), 0, owner, (Span(0, rows // 2), Span(rows // 2, rows)))
 
 
-def test_buckets_are_bounded_and_give_every_owner_work() -> None:
+def test_buckets_are_bounded_and_give_every_owner_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BUCKET_BYTES", 2 * 64)
     parcels = [parcel(f"a{i}", 0) for i in range(4)] + [parcel(f"b{i}", 1) for i in range(4)]
-    buckets = make_buckets(parcels, 2, 4, limit=2 * 64)
+    buckets = make_buckets(parcels, 2, 4)
     assert [[p.name for p in bucket] for bucket in buckets] == [
         ["a0", "b0", "a1", "b1"],
         ["a2", "b2", "a3", "b3"],
     ]
 
 
-def test_a_parcel_above_the_bound_travels_alone() -> None:
-    buckets = make_buckets([parcel("small", 0), parcel("large", 0, rows=64)], 2, 4, limit=64)
+def test_a_parcel_above_the_bound_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BUCKET_BYTES", 64)
+    buckets = make_buckets([parcel("small", 0), parcel("large", 0, rows=64)], 2, 4)
     assert [[p.name for p in bucket] for bucket in buckets] == [["small"], ["large"]]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from sharded import Collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -321,30 +322,8 @@ def test_a_skip_asked_by_one_rank_is_a_skip_on_every_rank(ranks: RankPool) -> No
     assert ranks.run(skipping, 4) == [[True, False]] * 4
 
 
-class Counter:
-    """Count the collectives that this process enters, with their bytes."""
-
-    NAMES = ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        for name in self.NAMES:
-            setattr(dist, name, self._counting(name, getattr(dist, name)))
-
-    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.calls.append((name, first.numel() * first.element_size()))
-            return real(first, *args, **kwargs)
-
-        return call
-
-    def take(self) -> list[tuple[str, int]]:
-        calls, self.calls = self.calls, []
-        return calls
-
-
 def count_calls(rank: int, world: int, count: int) -> list[list[tuple[str, int]]]:
-    counter = Counter()
+    counter = Collectives()
     mesh = mesh_over(*range(world))
     mine = members("exact", {f"w{i}": weight(mesh) for i in range(count)})
     preflight = Preflight()
@@ -364,7 +343,7 @@ def test_a_step_costs_one_small_all_reduce_per_group(ranks: RankPool, count: int
 
 
 def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Counter()
+    counter = Collectives()
     good, _ = chain(rank, world, "exact")
     preflight = Preflight()
     preflight.agree(good)
@@ -380,7 +359,7 @@ def test_a_chain_costs_its_diameter_per_group(ranks: RankPool) -> None:
 
 
 def count_nothing(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Counter()
+    counter = Collectives()
     plain = Member("a", True, torch.zeros(2, 2), group(), "exact")
     assert not Preflight().agree([plain]).skip
     with pytest.raises(ValueError, match="mine"):
@@ -394,7 +373,7 @@ def test_plain_tensors_enter_no_collective(ranks: RankPool, world: int) -> None:
 
 
 def one_rank_mesh(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Counter()
+    counter = Collectives()
     meshes = [mesh_over(r) for r in range(world)]
     named = {"a": weight(meshes[rank]), "b": weight(meshes[rank])}
     assert not Preflight().agree(members("exact", named)).skip

@@ -115,13 +115,11 @@ def spans_of(length: int, lane: Lane) -> tuple[Span, ...]:
     )
 
 
-def make_buckets(
-    parcels: Sequence[Parcel], width: int, itemsize: int, limit: int = BUCKET_BYTES
-) -> list[list[Parcel]]:
-    """Divide ``parcels`` so that no rank sends or receives more than ``limit`` bytes at once.
+def make_buckets(parcels: Sequence[Parcel], width: int, itemsize: int) -> list[list[Parcel]]:
+    """Divide ``parcels`` so that no rank sends or receives above ``BUCKET_BYTES`` at once.
 
     Each bucket takes a parcel from every owner in turn, so that all owners have work in it.
-    A parcel above the limit has its bucket to itself.
+    A larger parcel has its bucket to itself.
     """
     turns: dict[int, int] = {}
     ordered: list[tuple[int, int, int, Parcel]] = []
@@ -133,7 +131,7 @@ def make_buckets(
     for *_, parcel in sorted(ordered, key=lambda entry: entry[:3]):
         size = parcel.numel * itemsize
         total = sum(owned.values()) + size
-        full = owned.get(parcel.owner, 0) + size > limit or total > limit * width
+        full = owned.get(parcel.owner, 0) + size > BUCKET_BYTES or total > BUCKET_BYTES * width
         if not buckets or full:
             buckets.append([])
             owned = {}

@@ -63,7 +63,8 @@ class Agreement:
         """
         if self._broken is not None:
             raise PeerFailureError(self._broken)
-        loss, plans, failure, overflow = None, [], None, False
+        plans: Sequence[Any] = []
+        loss, failure, overflow = None, None, False
         try:
             loss = evaluate()
             overflow = _has_overflowed(owner)
@@ -81,9 +82,8 @@ class Agreement:
         )
         if agreed.active and not agreed.skip:
             if getattr(owner, "grad_scale", None) is not None:
-                _unscale(halves, float(local(owner.grad_scale)))
-                plans = [half._prepare(half._collect()) for half in halves]
-            self._change(halves, plans, agreed.survey)
+                plans, failure = _unscaled(halves, plans, owner.grad_scale)
+            self._change(halves, plans, agreed.survey, failure)
         return loss
 
     def _listed(self, halves: Sequence[Any]) -> list[Member]:
@@ -115,10 +115,16 @@ class Agreement:
             if is_shared(slot.param)
         ]
 
-    def _change(self, halves: Sequence[Any], plans: Sequence[Any], survey: bool) -> None:
+    def _change(
+        self,
+        halves: Sequence[Any],
+        plans: Sequence[Any],
+        survey: bool,
+        failure: Exception | None,
+    ) -> None:
+        """failure: this rank's error since the agreement; it keeps up the exchanges even so."""
         if survey:
-            plans = self._survey(halves, plans)
-        failure: Exception | None = None
+            plans = self._survey(halves, plans, failure)
         for half, plan in zip(halves, plans, strict=True):
             try:
                 half._commit(plan, active=True)
@@ -130,10 +136,12 @@ class Agreement:
             self._broken = str(error)
             raise
 
-    def _survey(self, halves: Sequence[Any], plans: Sequence[Any]) -> list[Any]:
-        failure, total = stepping.StepFailure(), torch.zeros(BINS, dtype=torch.int64)
+    def _survey(
+        self, halves: Sequence[Any], plans: Sequence[Any], error: Exception | None
+    ) -> list[Any]:
+        failure, total = stepping.StepFailure(error), torch.zeros(BINS, dtype=torch.int64)
         for half, plan in zip(halves, plans, strict=True):
-            counts = half._survey(plan, failure)
+            counts = half._survey(plan, failure, self._is_first)
             total = total if counts is None else total + counts
         self._close(failure.error, "while learning the codebook", _UNCHANGED)
         topology = self._preflight.topology
@@ -149,7 +157,7 @@ class Agreement:
             raise failure
 
     @property
-    def is_first(self) -> bool:
+    def _is_first(self) -> bool:
         """Whether this rank is the lowest of its component: the one that counts what all have."""
         topology = self._preflight.topology
         return topology is None or topology.ranks[0] == dist.get_rank()
@@ -169,30 +177,39 @@ def _has_overflowed(owner: Any) -> bool:
     return found is not None and bool(local(torch.as_tensor(found)) > 0)
 
 
-def _unscale(halves: Sequence[Any], scale: float) -> None:
-    for half in halves:
-        for slot in slots(half.param_groups):
+def _unscaled(
+    halves: Sequence[Any], plans: Sequence[Any], scale: Tensor
+) -> tuple[Sequence[Any], Exception | None]:
+    """Divide the gradients by ``scale``; plans for them, or the given ones and the error."""
+    try:
+        factor = float(local(scale))
+        for slot in (slot for half in halves for slot in slots(half.param_groups)):
             if slot.param.grad is not None:
-                local(slot.param.grad).div_(scale)
+                local(slot.param.grad).div_(factor)
+        return [half._prepare(half._collect()) for half in halves], None
+    except Exception as error:  # the other ranks are in the exchanges that follow
+        return plans, error
 
 
 _RELOAD = (
     "Some parameters may have been updated and others not: load a checkpoint of the parameters "
     "and of this optimizer before the next step()."
 )
-_UNCHANGED = "Nothing was changed on any rank; correct it and call step() again."
+_UNCHANGED = (
+    "No parameter and no state was changed on any rank; correct it, compute the gradients anew "
+    "and call step() again."
+)
 
 
 class WholeMatrices:
     """The part of a GefenMuon whose matrices are stepped as a whole although they are sharded."""
 
-    def __init__(self, muon: Any, agreement: Agreement) -> None:
+    def __init__(self, muon: Any) -> None:
         self._muon = muon
         self._signature: object = None
         self._matrices: dict[Tensor, Matrix] = {}
         self._routes = Routes([])
         self._known: tuple[Tensor | None, str] = (None, digest(None))
-        self.agreement = agreement
 
     def facts(self, codebook: Tensor | None) -> dict[str, str]:
         """What of the state ranks compare before a step."""

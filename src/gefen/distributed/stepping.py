@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from gefen.distributed.exchange import (
-    BUCKET_BYTES,
     Lane,
     Parcel,
     double_buffered,
@@ -186,18 +185,18 @@ def _shape(matrix: Matrix) -> tuple[int, int]:
 
 
 def whole_gradients(
-    routes: Routes, matrices: Sequence[Matrix], limit: int = BUCKET_BYTES
+    routes: Routes, matrices: Sequence[Matrix]
 ) -> Iterator[tuple[Matrix, torch.Tensor]]:
     """Give each matrix that this rank computes with its whole gradient, a bucket at a time."""
     for route, held in routes.trips(matrices):
-        for bucket, full, _ in _deliveries(routes, route, held, limit):
+        for bucket, full, _ in _deliveries(routes, route, held):
             for matrix in bucket:
                 if matrix.name in full:
                     yield matrix, full[matrix.name]
 
 
 def _deliveries(
-    routes: Routes, route: _Route, held: Sequence[Matrix], limit: int
+    routes: Routes, route: _Route, held: Sequence[Matrix]
 ) -> Iterator[tuple[list[Matrix], Full, list[Parcel]]]:
     """Give each bucket of one trip with the whole gradients that came to this rank."""
     by_name = {matrix.name: matrix for matrix in held}
@@ -214,7 +213,7 @@ def _deliveries(
         shards = {p.name: _gradient(by_name[p.name]).to_local() for p in bucket}
         return send(lane, bucket, shards, like)
 
-    buckets = make_buckets(parcels, lane.width, like.element_size(), limit)
+    buckets = make_buckets(parcels, lane.width, like.element_size())
     for bucket, full in double_buffered(buckets, start):
         yield [by_name[p.name] for p in bucket], full, list(bucket)
 
@@ -228,8 +227,8 @@ def _gradient(matrix: Matrix) -> DTensor:
 class StepFailure:
     """What went wrong on this rank after the agreement; the first error counts."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
 
     def keep(self, run: Callable[[], T], otherwise: T) -> T:
         """Run, and on an error note it and return ``otherwise``: the exchanges must go on."""
@@ -247,7 +246,6 @@ def step(
     matrices: Sequence[Matrix],
     compute: Callable[[list[tuple[Matrix, torch.Tensor]]], Full],
     apply: Callable[[Matrix, torch.Tensor], None],
-    limit: int = BUCKET_BYTES,
 ) -> Exception | None:
     """Update every matrix. Return this rank's first error, having kept up all exchanges.
 
@@ -267,7 +265,7 @@ def step(
                 failure.keep(lambda m=matrix, s=shard: apply(m, s), None)  # type: ignore[misc]
 
     for route, held in routes.trips(matrices):
-        deliveries = _deliveries(routes, route, held, limit)
+        deliveries = _deliveries(routes, route, held)
         if route.distributed:
             _step_distributed(route, deliveries, computed, applied)
         else:

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from gefen.errors import ShardedStepError
+
+COLLECTIVES = [
+    name
+    for name in (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    )
+    if hasattr(dist, name)
+]
+"""Every name that one of the supported versions of torch has."""
 
 SHAPES = {"a": (12, 8), "b": (1, 16), "c": (3, 8), "d": (9, 5), "e": (8, 24)}
 
@@ -59,3 +89,38 @@ def on_every_rank(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def refusal(optimizer: torch.optim.Optimizer, **arguments: Any) -> tuple[str, str]:
+    """Kind and message of the error that every rank raises in ``step``."""
+    try:
+        optimizer.step(**arguments)
+    except ShardedStepError as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+class Collectives:
+    """The collectives that this process enters from now on, with the bytes of their first tensor.
+
+    patch: pytest's, where the process lives on.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch | None = None) -> None:
+        self._calls: list[tuple[str, int]] = []
+        assign = setattr if patch is None else patch.setattr
+        for name in COLLECTIVES:
+            assign(dist, name, self._counting(name, getattr(dist, name)))
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            size = first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
+            self._calls.append((name, size))
+            return real(*args, **kwargs)
+
+        return call
+
+    def take(self) -> list[tuple[str, int]]:
+        calls, self._calls = self._calls, []
+        return calls

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import (
+    Collectives,
+    contents,
+    full,
+    give_gradients,
+    on_every_rank,
+    parameters,
+    refusal,
+    same,
+    shard,
+)
+from sharded import whole_mesh as whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import gefen
-from gefen.errors import ShardedStepError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sharded import contents, full, give_gradients, on_every_rank, parameters, same, shard
-from sharded import whole_mesh as whole
 
 Params = dict[str, nn.Parameter]
 MODES = ("exact", "distributed")
@@ -53,14 +58,6 @@ FAULTS: dict[str, tuple[Callable[[Any, Params], None], str, str]] = {
     "gradients": (drop_gradients, "GradientPresenceError", "'e' has a gradient on rank"),
     "rate": (other_rate, "HyperparameterMismatchError", "lr is 0.01 on rank"),
 }
-
-
-def refusal(optimizer: torch.optim.Optimizer, **arguments: Any) -> tuple[str, str]:
-    try:
-        optimizer.step(**arguments)
-    except ShardedStepError as error:
-        return type(error).__name__, str(error)
-    return "", "no error"
 
 
 @pytest.mark.parametrize("good_steps", [0, 2])
@@ -135,20 +132,13 @@ def test_a_fault_reaches_ranks_that_share_no_mesh_with_it(device: torch.device) 
 def test_the_cost_of_agreeing_does_not_grow(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    real = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return real(tensor, *args, **kwargs)
-
-    mesh = whole(device)
+    mesh, counted = whole(device), Collectives(monkeypatch)
     for count in (1, 40):
         named = [(f"{i}", nn.Parameter(shard(full("a", i, device), mesh))) for i in range(count)]
         optimizer = gefen.GefenMuon(named)
         optimizer.step()
-        monkeypatch.setattr(dist, "all_reduce", counting)
+        counted.take()
         optimizer.step()
-        monkeypatch.setattr(dist, "all_reduce", real)
-        assert len(sizes) == 1
-        assert sizes.pop() <= 128
+        [(name, size)] = counted.take()
+        assert name == "all_reduce"
+        assert size <= 128

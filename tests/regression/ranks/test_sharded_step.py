@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import (
+    COLLECTIVES,
+    SHAPES,
+    full,
+    give_gradients,
+    on_every_rank,
+    parameters,
+    whole_mesh,
+)
 from torch import nn
 
 import gefen
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sharded import SHAPES, full, give_gradients, on_every_rank, parameters, whole_mesh
 
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -94,7 +98,7 @@ def test_local_slices_step_without_a_collective(
     ]
     give_gradients(params, 1, device)
     before = [param.detach().to_local().clone() for param in params.values()]
-    for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
+    for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, None)
     for optimizer in optimizers:
         optimizer.step()
