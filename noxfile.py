@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2026.10"
 nox.options.error_on_missing_interpreters = True
@@ -24,15 +27,24 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("--quiet", *PINS, *requirements, env=NEUTRAL)
 
 
+COMMANDS = ("run", "inspect", "machine", "verify", "build")
 GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
 
 
-def run_gate(session: nox.Session, *arguments: str) -> None:
-    """Run the gate's command line, with relative paths counting from where the user is."""
+def run_gate(session: nox.Session, command: str) -> None:
+    """Run the gate's command line, with relative paths counting from where the user is.
+
+    The session ends with the gate's exit status, and gives it the time to clean up.
+    """
     install(session, *GATE)
     env = {"GATE_INVOKED_FROM": session.invoked_from}
-    # Nothing of the user's Python settings or site may reach the gate itself.
-    session.run("python", "-EsBm", "gate", *arguments, *session.posargs, env=env)
+    named = session.posargs and session.posargs[0] in COMMANDS
+    words = session.posargs if named else [command, *session.posargs]
+    try:
+        # Nothing of the user's Python settings or site may reach the gate itself.
+        session.run("python", "-EsBm", "gate", *words, env=env, interrupt_timeout=60)
+    except CommandFailed as error:
+        sys.exit(error.return_code or 1)
 
 
 @nox.session
@@ -43,7 +55,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Gate wheels (built first unless --wheel is given); arguments go to `gate run`."""
+    """Gate wheels (built first unless --wheel is given); -- takes the gate's own arguments."""
     run_gate(session, "run")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,9 +94,10 @@ def _judge(facts: Facts) -> tuple[list[str], list[str]]:
 
 
 def _rejected(wheel: Wheel, findings: list[str]) -> WheelRejected:
+    again = f"python -m gate inspect {shlex.quote(str(wheel.path))}"
     count = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
     return WheelRejected(
         f"{printable(wheel.filename)} was rejected by the audit: {count}",
         findings=findings,
-        next_step=f"fix the build and repeat: python -m gate inspect {wheel.path}",
+        next_step=f"fix the build and repeat: {again}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from gate.errors import BuildFailed
 from gate.repository import Repository
 from gate.runner import Outcome, Runner
+from gate.wheels import sha256_of
 
 BUILD_TIMEOUT = 900.0
 DIGESTS = "SHA256SUMS"
@@ -93,10 +93,7 @@ def _unpack(sdist: Path, target: Path) -> Path:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-    }
+    return {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
 
 
 def _demand_equal(first: Path, second: Path) -> None:

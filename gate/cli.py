@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from gate import evidence, pipeline, regressions
+from gate import evidence, pipeline, policy, regressions
 from gate.build import build as build_wheel
 from gate.environment import torch_requirement
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
@@ -22,9 +21,9 @@ from gate.pipeline import Options
 from gate.report import RUNS_PYTEST, Display, Report
 from gate.repository import ROOT, Repository, tag_version
 from gate.runner import Runner
+from gate.wheels import locate
 
 PROGRAM = "python -m gate"
-DEFAULT_TIMEOUT = 600.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = "\n\n".join(
@@ -63,28 +62,14 @@ class PathOption(click.ParamType[Path]):
         """Return the absolute path, or fail as a usage error that names the option."""
         if isinstance(value, Path):
             return value
-        refuse_option_like(ctx, param, (value,))
+        name = param.opts[0] if param else "the option"
+        # click itself takes the next option for a value that is missing.
+        if not value.strip() or value.startswith("-"):
+            raise click.UsageError(f"{name} needs a path, not {value!r}; ./-x is one.", ctx)
         try:
             return base_directory() / Path(str(value)).expanduser()
         except RuntimeError as error:
             self.fail(f"{value}: {error}", param, ctx)
-
-
-def refuse_option_like(
-    ctx: click.Context | None, param: click.Parameter | None, values: Sequence[str]
-) -> Sequence[str]:
-    """Refuse a missing value: click itself takes the next option for it."""
-    for value in values:
-        name = param.opts[0] if param else "the option"
-        if not value.strip():
-            raise click.UsageError(f"{name} needs a value; the one given is empty.", ctx)
-        if value.startswith("-"):
-            raise click.UsageError(
-                f"{name} needs a value, but {value!r} looks like an option. "
-                f"A path that starts with a dash is written ./{value}.",
-                ctx,
-            )
-    return values
 
 
 def positive(_ctx: click.Context, param: click.Parameter, value: float) -> float:
@@ -108,7 +93,7 @@ environment_options = [
     click.option(
         "--python",
         type=PathOption(),
-        default=Path(sys.executable),
+        default=Options.python,
         help="Interpreter of the clean environment.  [default: the gate's own]",
     ),
     click.option(
@@ -129,7 +114,7 @@ environment_options = [
 evidence_option = click.option(
     "--evidence",
     type=PathOption(),
-    default=ROOT / "gate-evidence",
+    default=Options.evidence,
     metavar="DIR",
     help="Evidence folder.  [default: gate-evidence in the checkout]",
 )
@@ -144,10 +129,7 @@ def with_environment_options(command: Any) -> Any:
 
 @click.group(context_settings=settings, epilog=EPILOG)
 def gate() -> None:
-    """Audit a wheel, install it into a clean environment, try to break it, and keep evidence.
-
-    Publishing is refused without evidence for exactly the wheel's bytes.
-    """
+    """Audit a wheel, install it into a clean environment, try to break it, and keep evidence."""
 
 
 @gate.command(epilog=EPILOG)
@@ -157,7 +139,6 @@ def gate() -> None:
     "wheels",
     multiple=True,
     metavar="PATH",
-    callback=refuse_option_like,
     help="Wheel file, directory or glob; repeatable.  [default: build this checkout's wheel]",
 )
 @profile_option
@@ -166,7 +147,7 @@ def gate() -> None:
 @click.option(
     "--timeout",
     type=float,
-    default=DEFAULT_TIMEOUT,
+    default=Options.timeout,
     show_default=True,
     metavar="SECONDS",
     callback=positive,
@@ -175,7 +156,7 @@ def gate() -> None:
 @click.option(
     "--suite",
     type=PathOption(),
-    default=regressions.SUITE,
+    default=Options.suite,
     metavar="DIR",
     help="Other regression tests, to try them out: `verify` accepts only this checkout's own.",
 )
@@ -219,7 +200,7 @@ def machine(profile: str, **given: Any) -> None:
         profile=profile,
         **given,
     )
-    _, chosen, uncovered = pipeline.machine(options, Display())
+    chosen, uncovered = pipeline.machine(options, Display())
     click.echo(f"Can run profile {chosen.name}: {chosen.covers}.")
     for line in uncovered:
         click.echo(f"Not covered: {line}")
@@ -234,19 +215,36 @@ def machine(profile: str, **given: Any) -> None:
     type=click.Choice(list(PROFILES)),
     help="Profile that must have passed; repeatable.  [default: any one]",
 )
-def verify(wheels: tuple[str, ...], evidence: Path, require: tuple[str, ...]) -> None:
+@click.option(
+    "--repository",
+    metavar="NAME",
+    help="Also require the profiles that [tool.gate.publish] in pyproject.toml names for it.",
+)
+def verify(
+    wheels: tuple[str, ...], evidence: Path, require: tuple[str, ...], repository: str | None
+) -> None:
     """Check that evidence exists for exactly these bytes and this test suite."""
-    for verified in verify_evidence(wheels, evidence, require):
+    required = {*require, *(profiles_for(repository) if repository is not None else ())}
+    for verified in verify_evidence(wheels, evidence, sorted(required)):
         profiles = ", ".join(sorted(verified.profiles))
         click.echo(f"{verified.filename}  sha256 {verified.sha256}  passed: {profiles}")
+
+
+def profiles_for(repository: str) -> tuple[str, ...]:
+    """Return the profiles that a release to ``repository`` needs evidence for."""
+    known = policy.load(ROOT).publish
+    if repository not in known:
+        raise UsageFailure(
+            f"--repository {repository!r} has no entry in [tool.gate.publish].",
+            next_step=f"known are {', '.join(known)}",
+        )
+    return known[repository]
 
 
 def verify_evidence(
     wheels: Sequence[str], folder: Path, require: Sequence[str]
 ) -> list[evidence.Verified]:
     """Find the wheels and verify their evidence against the current regression suite."""
-    from gate.wheels import locate
-
     paths = locate(wheels, base=base_directory(), option="WHEEL")
     return evidence.verify(
         paths,
@@ -285,7 +283,10 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     """Turn a signal into an error, once: the clean-up that follows must not be disturbed."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    error = Interrupted(f"Interrupted by {signal.Signals(number).name}; nothing was attested.")
+    error = Interrupted(
+        f"Interrupted by {signal.Signals(number).name}; nothing was attested.",
+        next_step="run the same command again",
+    )
     error.exit_code = 128 + number
     raise error
 
@@ -301,9 +302,8 @@ def call(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"gate: {error}", err=True)
         return error.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        click.echo(f"gate: {error.filename or 'the disk'}: {error.strerror}", err=True)
+        where = f" ({error.filename})" if error.filename else ""
+        click.echo(f"gate: The machine refused: {error.strerror or error}{where}.", err=True)
         return EnvironmentFailed.exit_code
     return 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from gate import layer
 from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
@@ -87,11 +88,11 @@ def _pins() -> list[str]:
 def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> layer.Recipe:
     """Return the layer that a wheel with these ``Requires-Dist`` lines needs.
 
-    Everything comes at the pinned version where there is one, so that the layer is the same
-    for every wheel whose requirements the pins already meet.
+    Everything comes at the pinned version where there is one, so that one layer serves all
+    wheels that need no more. Whether the versions suffice shows once the wheel is installed.
     """
     pins = _pins()
-    wanted = {Requirement(name).name: name for name in TEST_LAYER}
+    wanted = {name: name for name in TEST_LAYER}
     if torch:
         wanted["torch"] = torch
         pins = [pin for pin in pins if not pin.startswith("torch==")]
@@ -100,9 +101,9 @@ def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> l
             requirement = Requirement(text)
         except InvalidRequirement as error:
             raise WheelRejected(f"Requires-Dist: {text}: {error}") from None
-        marker = requirement.marker
-        if requirement.name not in wanted and (not marker or marker.evaluate({"extra": ""})):
-            wanted[requirement.name] = text
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        if name not in wanted and (not marker or marker.evaluate({"extra": ""})):
+            wanted[name] = text
     return layer.Recipe(
         python=python,
         requirements=tuple(wanted.values()),

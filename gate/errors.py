@@ -14,8 +14,7 @@ EXIT_CODES = {
     3: "this machine or environment cannot run the gate",
     4: "the wheel was rejected by the audit",
     5: "evidence is missing, stale or altered",
-    6: "the index refused the upload or holds other bytes",
-    130: "interrupted",
+    130: "interrupted by Ctrl-C; 128 + n by signal n",
 }
 
 
@@ -102,12 +101,6 @@ class EvidenceRejected(_Listing):
     """Evidence is missing, stale or does not match the bytes."""
 
     exit_code = 5
-
-
-class IndexRefused(GateError):
-    """The package index refused the upload or holds other bytes under that name."""
-
-    exit_code = 6
 
 
 class Interrupted(GateError):

@@ -8,6 +8,7 @@ import json
 import mimetypes
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,13 +161,13 @@ def _write(path: Path, text: str) -> None:
     """Write a file so that it is there completely or not at all, even if the power fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
                 file.write(text)
                 file.flush()
-                os.fchmod(descriptor, 0o644)
-                os.fsync(descriptor)
+                os.fchmod(handle, 0o644)
+                os.fsync(handle)
             Path(part).replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -181,11 +182,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(handle)
     finally:
-        os.close(descriptor)
+        os.close(handle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +257,8 @@ def verify(
         raise EvidenceRejected(
             f"evidence in {evidence} does not cover {len(findings)} of {len(wheels)} wheels",
             findings=findings,
-            next_step="gate these bytes: python -m gate run --wheel ...",
+            next_step="gate these bytes: python -m gate run --wheel "
+            + shlex.quote(str(wheels[0].path if isinstance(wheels[0], Wheel) else wheels[0])),
         )
     return verified
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gate.errors import EnvironmentFailed
 from gate.runner import Runner, checked
+from gate.wheels import sha256_of
 
 CREATE_TIMEOUT = 3600.0
 # Where packages come from is the user's business; how they are installed is the gate's.
@@ -208,11 +209,7 @@ def _stamp(path: Path) -> Stamp:
 def _digest(path: Path) -> str:
     if path.is_symlink():
         return f"-> {path.readlink()}"
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return sha256_of(path)
 
 
 def _write_manifest(layer: Path, manifest: Path) -> None:

@@ -144,7 +144,7 @@ def choose(machine: Machine, wanted: str) -> tuple[Profile, list[str]]:
     if obstacles[wanted]:
         raise MachineUnfit(
             f"Profile {wanted} cannot run here: {obstacles[wanted]}.",
-            next_step=f"--profile {able[-1]} can run here" if able else "",
+            next_step=f"use --profile {able[-1]}, which can run here" if able else "",
         )
     uncovered = [
         f"{name}: {obstacles[name] or 'not asked for in this run'}"

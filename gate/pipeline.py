@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -17,12 +16,20 @@ from typing import Any
 from gate import audit as auditing
 from gate import environment as environments
 from gate import evidence, policy, regressions
+from gate.build import build
 from gate.environment import Environment
-from gate.errors import GateError, IdentityMismatch, RegressionFailed, WheelRejected
+from gate.errors import (
+    EnvironmentFailed,
+    GateError,
+    IdentityMismatch,
+    RegressionFailed,
+    UsageFailure,
+    WheelRejected,
+)
 from gate.machine import Machine, Profile, choose, examine
-from gate.regressions import Failure, Run, Subject
-from gate.report import Display, Report
-from gate.repository import ROOT, Repository
+from gate.regressions import Run, Subject
+from gate.report import Display, Failure, Report
+from gate.repository import ROOT, Repository, demand_version
 from gate.runner import Runner, in_background
 from gate.wheels import Wheel, resolve
 
@@ -47,6 +54,19 @@ class Options:
     timeout: float = 600.0
     tag_check: bool = True
     verbose: bool = False
+
+    def check(self) -> None:
+        """Find mistyped paths before anything takes time.
+
+        Raises:
+            UsageFailure: naming the option.
+        """
+        if shutil.which(self.python) is None:
+            raise UsageFailure(f"--python {self.python} is not an executable file.")
+        if self.site is not None and not self.site.is_dir():
+            raise UsageFailure(f"--site {self.site} is not a directory.")
+        if not next(self.suite.rglob("test_*.py"), None):
+            raise UsageFailure(f"--suite {self.suite} holds no test_*.py file.")
 
     def environment_id(self) -> str:
         """Name of the environment asked for, part of the evidence's identity."""
@@ -76,8 +96,12 @@ def run(options: Options, display: Display) -> list[Report]:
     """
     runner = Runner(verbose=options.verbose, on_tick=display.tick)
     repository = Repository(runner=runner)
+    options.check()
+    if options.tag and options.tag_check:
+        repository.demand_tag(options.tag)
     with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
         candidates = _candidates(options, repository, runner, display, Path(scratch))
+        _demand_writable(options.evidence)
         errors: list[GateError] = []
         for candidate in candidates:
             display.say(f"gate: {candidate.wheel.filename}")
@@ -93,6 +117,18 @@ def run(options: Options, display: Display) -> list[Report]:
         return [candidate.report for candidate in candidates]
 
 
+def _demand_writable(folder: Path) -> None:
+    """Find out now, rather than after the tests, whether evidence can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"The evidence folder {folder} cannot be written: {error.strerror}.",
+            next_step="choose another one with --evidence DIR",
+        ) from error
+
+
 def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Audit]]:
     """Audit wheels without installing them.
 
@@ -105,12 +141,13 @@ def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Aud
         return [(wheel, auditing.audit(wheel, rules.audit_of(wheel.name))) for wheel in found]
 
 
-def machine(options: Options, display: Display) -> tuple[Machine, Profile, list[str]]:
-    """Examine the machine; return what it can do, the profile to run, and what stays uncovered.
+def machine(options: Options, display: Display) -> tuple[Profile, list[str]]:
+    """Examine the machine; return the profile it would run, and what stays uncovered.
 
     Raises:
         GateError: it cannot run the profile.
     """
+    options.check()
     runner = Runner(verbose=options.verbose, on_tick=display.tick)
     report = Report(wheel="")
     with ExitStack() as stack:
@@ -120,7 +157,7 @@ def machine(options: Options, display: Display) -> tuple[Machine, Profile, list[
             found = examine(environment, runner)
             profile, uncovered = choose(found, options.profile)
             phase.detail = _summary(found)
-        return found, profile, uncovered
+        return profile, uncovered
 
 
 def _candidates(
@@ -137,7 +174,7 @@ def _candidates(
         phase.detail = ", ".join(wheel.filename for wheel in wheels)
         for wheel in wheels:
             if options.tag and options.tag_check:
-                repository.demand_tag(options.tag, wheel.version)
+                demand_version(options.tag, wheel.version)
     candidates = []
     for wheel in wheels:
         report = Report(
@@ -158,9 +195,6 @@ def _candidates(
 
 
 def _build(repository: Repository, runner: Runner, display: Display, report: Report) -> Path:
-    # Only the gate of this checkout's own wheel needs the build tools.
-    from gate.build import build
-
     with display.phase(report, "build") as phase:
         wheel = build(repository, ROOT / "dist", runner)
         phase.detail = f"dist/{wheel.name}, built twice with the same bytes"
@@ -168,13 +202,12 @@ def _build(repository: Repository, runner: Runner, display: Display, report: Rep
 
 
 def _only_package(wheel: Wheel, audit: auditing.Audit) -> str:
-    packages = [name for name in audit.top_levels if not name.endswith(".dist-info")]
-    if len(packages) != 1:
+    if len(audit.top_levels) != 1:
         raise WheelRejected(
-            f"{wheel.filename} installs {len(packages)} packages; the gate tests exactly one",
-            findings=packages,
+            f"{wheel.filename} installs {len(audit.top_levels)} packages; the gate tests one",
+            findings=audit.top_levels,
         )
-    return packages[0].removesuffix(".py")
+    return audit.top_levels[0].removesuffix(".py")
 
 
 def _environment(options: Options, requires_dist: tuple[str, ...], runner: Runner) -> Any:
@@ -233,9 +266,11 @@ class _Session:
                     raise
         except BaseException as error:
             report.result = "failed" if isinstance(error, GateError) else "interrupted"
-            report.failures = report.failures or [(self._last_phase(), str(error), "")]
-            self._folder.mkdir(parents=True, exist_ok=True)
-            report.write(self._folder / "report.json")
+            failure = Failure(where=report.phases[-1].name, reason=str(error))
+            report.failures = report.failures or [failure]
+            with suppress(OSError):  # what failed first is worth more
+                self._folder.mkdir(parents=True, exist_ok=True)
+                report.write(self._folder / "report.json")
             raise
 
     def _test(self, environment: Environment, probe: Callable[[], Machine]) -> None:
@@ -274,7 +309,10 @@ class _Session:
         records: Path,
         profile: Profile,
     ) -> None:
-        with self._phase("regressions") as phase:
+        count = sum(node.startswith(part.folder + "/") for node in inventory)
+        ranks = f" on each of {part.world} ranks" if part.world > 1 else ""
+        note = f"{part.label}: {count} tests{ranks}, at most {self._options.timeout:g} s"
+        with self._phase("regressions", note) as phase:
             passed, failures = regressions.run(
                 subject,
                 suite,
@@ -286,16 +324,16 @@ class _Session:
                 timeout=self._options.timeout,
             )
             self._report.passed_tests += passed
-            self._report.failures += [(item.where, item.reason, item.detail) for item in failures]
+            self._report.failures += failures
             phase.detail = f"{part.label}: {_tally(passed, failures)}"
             phase.status = "failed" if failures else "passed"
 
     def _verdict(self) -> RegressionFailed:
         """Failed tests before those that did not run, and the most telling log below them."""
-        failures = sorted(self._report.failures, key=lambda item: item[1] == "did not run")
-        lines = [f"{where}: {reason}" for where, reason, _ in failures]
+        failures = sorted(self._report.failures, key=lambda item: item.reason == "did not run")
+        lines = [f"{failure.where}: {failure.reason}" for failure in failures]
         more = [f"and {len(lines) - SHOWN_FAILURES} more"] if len(lines) > SHOWN_FAILURES else []
-        detail = next((detail for _, _, detail in failures if detail), "").splitlines()
+        detail = next((failure.detail for failure in failures if failure.detail), "").splitlines()
         return RegressionFailed(
             "\n".join([*lines[:SHOWN_FAILURES], *more, *detail[:SHOWN_LINES]]),
             next_step=f"read {self._folder}/report.json and the logs beside it",
@@ -356,11 +394,8 @@ class _Session:
             environment=self._wanted,
         )
 
-    def _phase(self, name: str) -> Any:
-        return self._display.phase(self._report, name)
-
-    def _last_phase(self) -> str:
-        return self._report.phases[-1].name
+    def _phase(self, name: str, note: str = "") -> Any:
+        return self._display.phase(self._report, name, note)
 
 
 def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
@@ -368,4 +403,4 @@ def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
 
 
 def _now() -> str:
-    return datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

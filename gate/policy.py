@@ -12,13 +12,13 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from gate.errors import UsageFailure
+from gate.machine import PROFILES
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-PROFILES = ("cpu", "gpu", "multi-gpu")
 _ARCH = re.compile(r"(sm|compute)_\d+[af]?")
 
 

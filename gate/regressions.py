@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from gate.environment import Environment
-from gate.errors import IdentityMismatch, RegressionFailed
+from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed
 from gate.machine import Machine, Profile
+from gate.report import Failure
 from gate.runner import Outcome, Runner
 
 SUITE = Path(__file__).parent.parent / "tests" / "regression"
@@ -61,15 +62,6 @@ class Run:
         return self.folder if self.world == 1 else f"{self.folder}-{self.world}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One reason why the regressions are not green; ``detail`` is its log or stack."""
-
-    where: str
-    reason: str
-    detail: str = ""
-
-
 def plan(profile: Profile, machine: Machine) -> list[Run]:
     """Return what ``profile`` runs on this machine: tests of one process, then those of ranks."""
     worlds = machine.worlds(profile)
@@ -98,7 +90,7 @@ def collect(subject: Subject, suite: Path, records: Path, runner: Runner) -> lis
         subject, suite, records, runner, ["--collect-only", "-q"], {}, COLLECT_TIMEOUT
     )
     with suppress(FileNotFoundError):
-        _demand_identity(json.loads((records / "finished-0.json").read_text()))
+        _demand_proof(json.loads((records / "finished-0.json").read_text()))
     if not outcome.ok:
         raise RegressionFailed(
             f"The regression tests cannot be collected: {outcome.describe()}.\n{outcome.tail()}",
@@ -198,8 +190,13 @@ def _declared(suite: Path) -> Iterator[str]:
                 yield f"{name}::{node.name}"
 
 
-def _demand_identity(finished: Mapping[str, Any]) -> None:
-    if problems := finished["identity_problems"]:
+def _demand_proof(finished: Mapping[str, Any]) -> None:
+    if unmet := finished["unmet"]:
+        raise EnvironmentFailed(
+            f"The environment lacks what the wheel requires: {unmet[0]}.",
+            next_step="choose another torch with --torch or --site",
+        )
+    if problems := finished["identity"]:
         raise IdentityMismatch(
             f"The tests would not have tested the wheel: {problems[0]}.",
             cause="something shadows the package under test",
@@ -261,7 +258,7 @@ def _judge_rank(plan: Run, rank: int, expected: Sequence[str], records: Path) ->
             running = (records / f"current-{rank}").read_text()
             yield Failure(where=f"{PREFIX}{running}{suffix}", reason="was running when it ended")
         return
-    for problem in finished["identity_problems"]:
+    for problem in finished["identity"]:
         yield Failure(where=where, reason=problem)
     results = _results(records / f"junit-{rank}.xml")
     for node in expected:

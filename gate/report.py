@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gate.errors import GateError
+from gate.errors import GateError, Interrupted
 
 PHASES = (
     "resolve",
@@ -36,9 +36,18 @@ class Phase:
     detail: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One reason why a wheel failed; ``detail`` is its log or stack."""
+
+    where: str
+    reason: str
+    detail: str = ""
+
+
 @dataclass(kw_only=True)
 class Report:
-    """What happened to one wheel; ``failures`` are (where, reason, detail) triples."""
+    """What happened to one wheel."""
 
     wheel: str
     sha256: str = ""
@@ -46,7 +55,7 @@ class Report:
     result: str = "incomplete"
     phases: list[Phase] = field(default_factory=list)
     passed_tests: list[str] = field(default_factory=list)
-    failures: list[tuple[str, str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -56,12 +65,16 @@ class Report:
 
 
 class Display:
-    """Progress for a person: a line as each phase ends, and on a terminal a running clock."""
+    """Progress for a person: a line as each phase ends, and on a terminal a running clock.
+
+    Where there is no terminal, a phase that comes with a note also has a line as it begins.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._started = 0.0
-        self._current = ""
+        self._shown = 0
+        self._current = self._note = ""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -69,25 +82,32 @@ class Display:
         print(text, file=sys.stderr, flush=True)
 
     def tick(self) -> None:
-        """Show how long the current phase has been running."""
-        if self._terminal and self._current:
-            seconds = time.monotonic() - self._started
-            print(f"\r  {self._current} {seconds:5.1f} s", end="", file=sys.stderr, flush=True)
+        """Show, once a second, how long the current phase has been running."""
+        seconds = int(time.monotonic() - self._started)
+        if self._terminal and self._current and seconds != self._shown:
+            self._shown = seconds
+            line = f"\r  {self._current} {seconds:5d} s          {self._note}"
+            print(line, end="", file=sys.stderr, flush=True)
 
     @contextmanager
-    def phase(self, report: Report, name: str) -> Iterator[Phase]:
-        """Time a phase and record how it ends, also when it ends in an error."""
+    def phase(self, report: Report, name: str, note: str = "") -> Iterator[Phase]:
+        """Time a phase and record how it ends, also when it ends in an error.
+
+        ``note`` says what a phase that may take long is doing, and its limit.
+        """
         phase = Phase(name=name)
         report.phases.append(phase)
         self._started = time.monotonic()
         number = f"[{PHASES.index(name) + 1}/{len(PHASES)}]" if name in PHASES else "[-]"
-        self._current = f"{number} {name:<12}"
+        self._current, self._note, self._shown = f"{number} {name:<12}", note, -1
+        if note and not self._terminal:
+            self.say(f"  {self._current}           {note}")
         self.tick()
         try:
             yield phase
             phase.status = phase.status.replace("running", "passed")
-        except GateError:
-            phase.status = "failed"
+        except GateError as error:
+            phase.status = "interrupted" if isinstance(error, Interrupted) else "failed"
             raise
         except BaseException:
             phase.status = "interrupted"

@@ -24,38 +24,43 @@ class Repository:
     root: Path = ROOT
 
     def commit(self) -> str:
-        """Return HEAD's full id, with ``-dirty`` where tracked or new files differ from it."""
-        head = self._git("rev-parse", "HEAD")
-        return f"{head}-dirty" if head and self._git("status", "--porcelain") else head
+        """Return HEAD's full id, with ``-dirty`` unless git says that nothing differs from it."""
+        head = self._git("rev-parse", "HEAD") or ""
+        return f"{head}-dirty" if head and self._git("status", "--porcelain") != "" else head
 
     def commit_time(self) -> str:
         """Return HEAD's commit time in seconds since 1970."""
-        return self._git("log", "-1", "--format=%ct")
+        return self._git("log", "-1", "--format=%ct") or ""
 
-    def demand_tag(self, tag: str, version: Version) -> None:
-        """Check that ``tag`` names this version and the clean HEAD.
+    def demand_tag(self, tag: str) -> None:
+        """Check that ``tag`` names the clean HEAD.
 
         Raises:
             UsageFailure: it is no version tag, does not exist, or is not what is checked out.
-            WheelRejected: the wheel has another version.
         """
-        if tag_version(tag) != version:
-            raise WheelRejected(
-                f"The wheel's version is {version}, the tag is {tag}.",
-                next_step="change `version` in pyproject.toml or gate the right tag",
-            )
+        tag_version(tag)
         tagged = self._git("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}")
-        commit = self.commit()
         if not tagged:
-            raise UsageFailure(f"There is no tag {tag}.", next_step=f"git tag {tag}")
-        if tagged != commit:
+            known = self._git("tag", "--points-at", "HEAD") or "none"
             raise UsageFailure(
-                f"Tag {tag} is {tagged[:12]}, but the checkout is {commit[:12] or 'unknown'}"
-                f"{' with uncommitted changes' if commit.endswith('-dirty') else ''}.",
+                f"There is no tag {tag}.",
+                cause=f"tags of the commit that is checked out: {known}",
+                next_step=f"git tag {tag}, or --no-tag-check",
+            )
+        head = self._git("rev-parse", "HEAD") or "unknown"
+        if tagged != head:
+            raise UsageFailure(
+                f"Tag {tag} is {tagged[:12]}, but {head[:12]} is checked out.",
                 next_step=f"git checkout {tag}, or --no-tag-check",
             )
+        if changes := self._git("status", "--porcelain"):
+            raise UsageFailure(
+                f"The checkout differs from tag {tag}:\n{changes}",
+                next_step="commit, stash or remove these, or --no-tag-check",
+            )
 
-    def _git(self, *arguments: str) -> str:
+    def _git(self, *arguments: str) -> str | None:
+        """Return what git prints, or None where it fails."""
         with tempfile.TemporaryDirectory(prefix="gate-git-") as scratch:
             try:
                 outcome = self.runner.run(
@@ -66,8 +71,8 @@ class Repository:
                     timeout=60,
                 )
             except EnvironmentFailed:
-                return ""
-            return outcome.output().strip() if outcome.ok else ""
+                return None
+            return outcome.output().strip() if outcome.ok else None
 
 
 def tag_version(tag: str) -> Version:
@@ -83,3 +88,16 @@ def tag_version(tag: str) -> Version:
             f"TAG {tag!r} is not a version tag such as v1.2.0.",
             next_step="a wheel is given with --wheel",
         ) from None
+
+
+def demand_version(tag: str, version: Version) -> None:
+    """Check that a wheel's version is the one that ``tag`` stands for.
+
+    Raises:
+        WheelRejected: it is another.
+    """
+    if tag_version(tag) != version:
+        raise WheelRejected(
+            f"The wheel's version is {version}, the tag is {tag}.",
+            next_step="change `version` in pyproject.toml or gate the right tag",
+        )

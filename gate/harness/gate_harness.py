@@ -17,6 +17,7 @@ from base64 import urlsafe_b64encode
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 RECORDS = Path(os.environ["GATE_RECORDS"])
 RANK = os.environ.get("RANK", "0")
@@ -51,6 +52,23 @@ def identity_problems():
             if origin is None or Path(origin).resolve() not in expected:
                 problems.append(f"{name} was imported from {origin}, not from the wheel")
     return problems + path_problems()
+
+
+def unmet_requirements():
+    """Return what the wheel requires and the environment does not have, as sentences."""
+    unmet = []
+    for text in importlib.metadata.requires(DISTRIBUTION) or ():
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unmet.append(f"{text}: it is not there")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{text}: {version} is there")
+    return unmet
 
 
 def path_problems():
@@ -100,11 +118,5 @@ def pytest_runtest_makereport(item):
     return report
 
 
-def pytest_sessionfinish(session, exitstatus):
-    record(
-        "finished",
-        {
-            "exitstatus": int(exitstatus),
-            "identity_problems": identity_problems(),
-        },
-    )
+def pytest_sessionfinish():
+    record("finished", {"identity": identity_problems(), "unmet": unmet_requirements()})

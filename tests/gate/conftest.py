@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -51,9 +53,21 @@ def gate_command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "gate", *map(str, arguments)]
 
 
-def mini_wheel(folder: Path, code: bytes = b"answer = 42\n", name: str = "mini") -> Path:
-    builder = WheelBuilder(name=name).drop("demo/__init__.py").drop("demo/py.typed")
+def mini_wheel(folder: Path, code: bytes = b"answer = 42\n", **options: str) -> Path:
+    builder = WheelBuilder(name="mini", **options).drop("demo/__init__.py").drop("demo/py.typed")
     return builder.drop("demo/kernels/step.cu").add("mini/__init__.py", code).write(folder)
+
+
+def clean(runner: Runner) -> AbstractContextManager[Environment]:
+    """A clean environment on this interpreter's own torch."""
+    return clean_environment(
+        python=Path(sys.executable),
+        torch=None,
+        site=SITE,
+        requires_dist=(),
+        runner=runner,
+        fresh=False,
+    )
 
 
 @pytest.fixture
@@ -73,16 +87,10 @@ def make_suite(tmp_path: Path) -> MakeSuite:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Iterator[Environment]:
-    """A clean environment on this interpreter's own torch."""
-    with clean_environment(
-        python=Path(sys.executable),
-        torch=None,
-        site=SITE,
-        requires_dist=(),
-        runner=Runner(),
-        fresh=False,
-    ) as made:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environment]:
+    """A clean environment, below a folder that the test may litter."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with clean(Runner()) as made:
         yield made
 
 

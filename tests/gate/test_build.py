@@ -13,7 +13,6 @@ from gate.build import build
 from gate.errors import BuildFailed
 from gate.repository import Repository
 from gate.runner import Runner
-from tests.gate.conftest import ROOT
 
 PYPROJECT = """\
 [build-system]
@@ -114,13 +113,14 @@ def test_an_epoch_that_is_no_number_is_named(
 def test_this_project_ships_its_package_and_nothing_else(tmp_path: Path) -> None:
     wheel = build(Repository(runner=Runner()), tmp_path, Runner())
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.partition("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
     version = wheel.name.split("-")[1]
+    tops = {name.partition("/")[0] for name in names}
     assert tops == {"gefen", f"gefen_cuda-{version}.dist-info"}
+    assert "gefen/py.typed" in names
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         inside = {name.partition("/")[2].partition("/")[0] for name in sdist.getnames()}
     assert inside - {""} <= {
         *("src", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"),
         ".gitignore",
     }
-    assert (ROOT / "src" / "gefen" / "py.typed").exists()

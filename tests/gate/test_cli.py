@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from gate import cli
 from gate.errors import EXIT_CODES, GateError
 from gate.evidence import suite_digest
 from tests.gate.conftest import ROOT, SITE, Gate, MakeSuite, mini_wheel
@@ -39,7 +42,7 @@ def test_help_tells_everything(gate: Gate, command: list[str], flag: str) -> Non
         (["--wheel="], "--wheel"),
         (["--wheel", "--help"], "--wheel"),
         (["--wheel", "--profile", "cpu"], "--wheel"),
-        (["--wheel=-x"], "./-x"),
+        (["--wheel=-x"], "./-odd.whl"),
         (["--wheel", "--"], "--wheel"),
         (["--wheel", "absent.whl"], "absent.whl"),
         (["--wheel", "*.whl"], "*.whl"),
@@ -54,6 +57,9 @@ def test_help_tells_everything(gate: Gate, command: list[str], flag: str) -> Non
         (["--torch", ""], "--torch"),
         (["--evidence", "--fresh"], "--evidence"),
         (["--nonsense"], "--nonsense"),
+        (["--python", "absent"], "--python"),
+        (["--site", "absent"], "--site"),
+        (["--suite", "absent"], "--suite"),
     ],
 )
 def test_usage_errors_exit_2(gate: Gate, arguments: list[str], words: str) -> None:
@@ -83,7 +89,8 @@ def test_a_good_wheel_passes_and_its_evidence_verifies(
     (wheel.parent / "mini.egg-info").mkdir()
     (tmp_path / "pip.conf").write_text("[install]\nuser = true\nno-index = false\n")
     home = tmp_path / "home"
-    user_site = home / ".local" / "lib" / "python3.11" / "site-packages"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    user_site = home / ".local" / "lib" / version / "site-packages"
     user_site.mkdir(parents=True)
     (user_site / "decoy.pth").write_text("import sys; sys.exit('decoy')\n")
     options = ("--profile", "cpu", "--site", SITE, "--suite", make_suite(), "--evidence", evidence)
@@ -93,7 +100,6 @@ def test_a_good_wheel_passes_and_its_evidence_verifies(
         wheel.relative_to(tmp_path),
         *options,
         HOME=str(home),
-        PYTHONNOUSERSITE="1",
         PIP_CONFIG_FILE=str(tmp_path / "pip.conf"),
         PIP_TARGET=str(tmp_path / "target"),
         VIRTUAL_ENV=str(tmp_path),
@@ -155,10 +161,10 @@ def test_verify_accepts_and_rejects(gate: Gate, tmp_path: Path) -> None:
 
 
 def test_a_machine_without_gpu_exits_3(gate: Gate, tmp_path: Path) -> None:
-    done = gate("machine", "--profile", "gpu", "--site", SITE)
+    done = gate("machine", "--profile", "gpu", "--site", SITE, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 3
     assert "Profile gpu cannot run here" in done.stderr
-    assert "--profile cpu can run here" in done.stderr
+    assert "use --profile cpu, which can run here" in done.stderr
 
 
 def test_a_site_without_torch_exits_3(gate: Gate, tmp_path: Path) -> None:
@@ -167,19 +173,52 @@ def test_a_site_without_torch_exits_3(gate: Gate, tmp_path: Path) -> None:
     assert "lacks torch" in done.stderr
 
 
-def test_a_full_disk_exits_3(gate: Gate, make_suite: MakeSuite, tmp_path: Path) -> None:
-    done = gate(
-        *("run", "--wheel", mini_wheel(tmp_path), "--profile", "cpu", "--site", SITE),
-        *("--suite", make_suite(), "--evidence", "/dev/full/evidence"),
-    )
+@pytest.mark.parametrize("evidence", ["/dev/full/evidence", "/proc/evidence"])
+@pytest.mark.parametrize("profile", ["cpu", "auto"])
+def test_evidence_that_cannot_be_written_exits_3_at_once(
+    gate: Gate, evidence: str, profile: str, tmp_path: Path
+) -> None:
+    options = ("--profile", profile, "--site", SITE, "--evidence", evidence)
+    done = gate("run", "--wheel", mini_wheel(tmp_path), *options)
     assert done.returncode == 3, done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"The evidence folder {evidence} cannot be written" in done.stderr
+    assert "environment" not in done.stderr
+
+
+def test_a_full_disk_exits_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/file")
+
+    monkeypatch.setattr(cli.pipeline, "run", fail)
+    assert cli.call(["run", "--wheel", str(mini_wheel(tmp_path))]) == 3
+    assert "No space left on device (/full/file)" in capsys.readouterr().err
+
+
+def test_a_wheel_whose_requirements_are_not_met_exits_3(gate: Gate, tmp_path: Path) -> None:
+    metadata = (
+        "Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nRequires-Dist: torch>=99\n"
+    )
+    wheel = mini_wheel(tmp_path, metadata=metadata)
+    done = gate("run", "--wheel", wheel, "--site", SITE, "--evidence", tmp_path / "evidence")
+    assert done.returncode == 3
+    assert "lacks what the wheel requires: torch>=99" in done.stderr
+
+
+def test_verify_knows_what_a_repository_requires(gate: Gate, tmp_path: Path) -> None:
+    wheel = mini_wheel(tmp_path)
+    done = gate("verify", wheel, "--evidence", tmp_path, "--repository", "pypi")
+    assert done.returncode == 5
+    done = gate("verify", wheel, "--evidence", tmp_path, "--repository", "nowhere")
+    assert done.returncode == 2
+    assert "known are testpypi, pypi" in done.stderr
 
 
 def test_a_tag_must_be_the_version(gate: Gate, tmp_path: Path) -> None:
     done = gate("run", "v9.9", "--wheel", mini_wheel(tmp_path), "--site", SITE)
-    assert done.returncode == 4
-    assert "The wheel's version is 1.0, the tag is v9.9" in done.stderr
+    assert done.returncode == 2
+    assert "There is no tag v9.9" in done.stderr
 
 
 def test_every_wheel_gets_its_verdict(gate: Gate, make_suite: MakeSuite, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gate import environment as module
 from gate.environment import Environment, clean_environment, recipe, torch_requirement
 from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
 from gate.runner import Runner
-from tests.gate.conftest import SITE
+from tests.gate.conftest import SITE, clean
 from tests.gate.wheel_builder import WheelBuilder
 
 PROBE = """
@@ -49,8 +49,7 @@ def test_nothing_of_the_surroundings_reaches_it(
     for name, value in decoys.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    options = {"torch": None, "site": SITE, "requires_dist": (), "fresh": False}
-    with clean_environment(python=Path(sys.executable), runner=Runner(), **options) as made:
+    with clean(Runner()) as made:
         seen = json.loads(ask(made, PROBE))
         roots = (str(made.root), str(SITE), sys.base_prefix)
         assert all(entry.startswith(roots) for entry in seen["path"])
@@ -69,19 +68,10 @@ def test_the_wheel_goes_into_it_and_nowhere_else(environment: Environment, tmp_p
     assert answer == f"{environment.site}/demo/__init__.py 42\n"
 
 
-def test_the_second_of_two_builds_of_one_version_is_the_one_installed(
-    environment: Environment, tmp_path: Path
-) -> None:
+def test_the_second_of_two_builds_of_one_version_is_the_one_installed(tmp_path: Path) -> None:
     for answer in (b"answer = 1\n", b"answer = 2\n"):
         wheel = WheelBuilder().drop("demo/__init__.py").add("demo/__init__.py", answer)
-        with clean_environment(
-            python=Path(sys.executable),
-            torch=None,
-            site=SITE,
-            requires_dist=(),
-            runner=Runner(),
-            fresh=False,
-        ) as made:
+        with clean(Runner()) as made:
             module.install(made, wheel.write(tmp_path / str(len(answer))), Runner())
             assert ask(made, "import demo; print(demo.answer)") == answer.decode()[-2:]
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from gate.errors import UsageFailure, WheelRejected
+from gate.repository import Repository, demand_version
+from gate.runner import Runner
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.invalid")
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True)
+
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "one")
+    git("tag", "v1.0")
+    git("commit", "--quiet", "--allow-empty", "--message", "two")
+    git("tag", "v1.1")
+    return Repository(runner=Runner(), root=tmp_path)
+
+
+def test_the_tag_of_a_clean_head_is_accepted(repository: Repository) -> None:
+    repository.demand_tag("v1.1")
+    demand_version("v1.1", Version("1.1"))
+    assert len(repository.commit()) == 40
+    assert int(repository.commit_time()) > 0
+
+
+def test_another_commits_tag_is_refused(repository: Repository) -> None:
+    with pytest.raises(UsageFailure, match="is checked out") as caught:
+        repository.demand_tag("v1.0")
+    assert "git checkout v1.0" in str(caught.value)
+
+
+def test_a_missing_tag_shows_those_of_the_checkout(repository: Repository) -> None:
+    with pytest.raises(UsageFailure, match=r"There is no tag 1\.1") as caught:
+        repository.demand_tag("1.1")
+    assert "v1.1" in str(caught.value)
+
+
+def test_uncommitted_changes_are_listed(repository: Repository) -> None:
+    (repository.root / "junk").write_text("")
+    with pytest.raises(UsageFailure, match=r"\?\? junk"):
+        repository.demand_tag("v1.1")
+    assert repository.commit().endswith("-dirty")
+
+
+def test_what_git_cannot_tell_is_not_clean(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository.root / ".git" / "index").write_text("broken")
+    assert repository.commit().endswith("-dirty")
+
+
+def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
+    assert Repository(runner=Runner(), root=tmp_path).commit() == ""
+
+
+def test_a_wheel_of_another_version_is_rejected() -> None:
+    with pytest.raises(WheelRejected, match=r"version is 1\.0, the tag is v2\.0"):
+        demand_version("v2.0", Version("1.0"))
