@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle import Momentum
 from torch import Tensor, nn
+from training import BF16, F16, F32, F64, start, train
 from workload import bytes_of
 
 from gefen import GefenMuon
@@ -20,24 +21,10 @@ from gefen.errors import (
 from gefen.kernels import reference
 from gefen.newton_schulz import normalise_rows, orthogonalise, resolve_schedule
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
 
 def gradients(shape: tuple[int, ...], steps: int, dtype: torch.dtype = F32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sum(shape))
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(steps)]
-
-
-def start(shape: tuple[int, ...], dtype: torch.dtype = F32) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(7)
-    return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-
-
-def train(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
-    for grad in grads:
-        param.grad = grad
-        optimizer.step()
-    return param.detach()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_import_is_light(tmp_path: Path) -> None:
-    """No effect but defining names; nothing imported that torch has not imported by itself."""
+    """No effect but defining names; neither DTensor nor the compiler, which take seconds."""
     done = run(
         "-c",
         "import torch, numpy, random, sys, logging, warnings\n"

@@ -31,6 +31,7 @@ LIMIT_S = 20.0
 """How long one case may take before its ranks are shown and killed."""
 
 _STARTUP_S = 60.0
+_STACKS_S = 10.0
 
 
 class RankError(AssertionError):
@@ -84,7 +85,7 @@ class RankPool:
         server = self._started()
         assert server.stdin is not None
         _send(server.stdin.fileno(), request)
-        return self._receive(server, limit_s + _STARTUP_S)
+        return self._receive(server, limit_s + 2 * _STARTUP_S + _STACKS_S)
 
     def close(self) -> None:
         if self._server is not None:
@@ -180,7 +181,9 @@ def _run_case(function: Callable[..., Any], request: _Request) -> list[Outcome]:
     scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         pids = [_fork(function, request, rank, scratch) for rank in range(request.world)]
-        hung = _wait(set(pids), time.monotonic() + request.limit_s)
+        _await_start(set(pids), [scratch / f"started{rank}" for rank in range(request.world)])
+        stacks = {pid: scratch / f"stack{rank}" for rank, pid in enumerate(pids)}
+        hung = _wait(stacks, time.monotonic() + request.limit_s)
         return [
             _outcome(scratch, rank, pid in hung, request.limit_s) for rank, pid in enumerate(pids)
         ]
@@ -214,23 +217,51 @@ def _rank(function: Callable[..., Any], request: _Request, rank: int, scratch: P
     try:
         store = dist.FileStore(str(scratch / "store"), request.world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world)
+        (scratch / f"started{rank}").touch()
         return Outcome(True, function(rank, request.world, *request.args), "")
     except BaseException:
         return Outcome(False, None, traceback.format_exc())
 
 
-def _wait(pids: set[int], deadline: float) -> set[int]:
-    """Wait for every process; those alive at the deadline show their stacks and are killed."""
-    left = _reap(pids, deadline)
+def _await_start(pids: set[int], started: list[Path]) -> None:
+    """Wait until every rank is in its function, so that a case's limit is its own."""
+    deadline = time.monotonic() + _STARTUP_S
+    while time.monotonic() < deadline and not all(file.exists() for file in started):
+        if any(_has_ended(pid) for pid in pids):
+            return
+        time.sleep(0.005)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _wait(pids: dict[int, Path], deadline: float) -> set[int]:
+    """Wait for every process; those alive at the deadline show their stacks and are killed.
+
+    pids: with the file that each writes its stack to.
+    """
+    left = _reap(set(pids), deadline)
     if left:
         for pid in left:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)  # the stacks are written by signal handlers of processes that hang
+        _await_stacks([pids[pid] for pid in left])
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for pid in left:
             os.waitpid(pid, 0)
     return left
+
+
+def _await_stacks(files: list[Path]) -> None:
+    """Wait until the signal handlers have written all stacks: no file is empty or grows."""
+    deadline = time.monotonic() + _STACKS_S
+    sizes: list[int] = [0]
+    while time.monotonic() < deadline:
+        last, sizes = sizes, [file.stat().st_size for file in files]
+        if all(sizes) and sizes == last:
+            return
+        time.sleep(0.1)
 
 
 def _reap(pids: set[int], deadline: float) -> set[int]:

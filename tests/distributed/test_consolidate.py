@@ -21,14 +21,15 @@ from gefen.errors import CheckpointError, PeerFailureError, ShardedStepError
 def meet_alone_then_together(rank: int, world: int) -> list[str]:
     told = []
     ranks = list(range(world))
+    dist.barrier()
     if rank != 1:
         try:
-            meet("state_dict()", ranks, rank, timeout_s=0.5)
+            meet("state_dict()", ranks, rank, timeout_s=4)
         except PeerFailureError as error:
             told.append(str(error))
     dist.barrier()
     for _ in range(3):
-        meet("state_dict()", ranks, rank, timeout_s=10)
+        meet("state_dict()", ranks, rank, timeout_s=60)
     return told
 
 
@@ -135,7 +136,7 @@ def save_alone(rank: int, world: int) -> str:
         except ShardedStepError as error:
             told = str(error)
     dist.barrier()
-    module.ARRIVAL_S = 10
+    module.ARRIVAL_S = 60
     optimizer.state_dict()
     return told
 

@@ -428,10 +428,13 @@ def test_the_topology_is_learned_again_when_groups_change(ranks: RankPool) -> No
 
 
 def missing_mesh(rank: int, world: int) -> tuple[str, str]:
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=5))
     mesh = DeviceMesh.from_group(short, "cpu", mesh=torch.tensor([0, 1]))
     named = {"a": weight(mesh)} if rank == 0 else {}
-    return refusal(Preflight(), members("exact", named))
+    dist.barrier()
+    told = refusal(Preflight(), members("exact", named))
+    dist.barrier()  # rank 1 lives on: its end would be noticed sooner
+    return told
 
 
 def test_a_rank_that_never_comes_is_reported_after_the_groups_time(ranks: RankPool) -> None:

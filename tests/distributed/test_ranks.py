@@ -15,6 +15,7 @@ def add_ranks(rank: int, world: int, extra: int) -> int:
 
 
 def leave_rank_zero_waiting(rank: int, world: int) -> None:
+    dist.barrier()
     if rank == 0:
         dist.barrier()
     else:
@@ -37,7 +38,7 @@ def test_returns_each_ranks_value(ranks: RankPool) -> None:
 
 def test_a_hang_fails_and_shows_every_ranks_stack(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0: hung.*barrier.*rank 1: hung.*recv"):
-        ranks.run(leave_rank_zero_waiting, 2, limit_s=2.0)
+        ranks.run(leave_rank_zero_waiting, 2, limit_s=3.0)
     assert ranks.run(add_ranks, 2, 0) == [1, 1]
 
 

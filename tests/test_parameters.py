@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import start
+
+from gefen import Gefen
+from gefen.errors import (
+    GefenError,
+    InvalidArgumentError,
+    UnsupportedFeatureError,
+    UnsupportedParameterError,
+)
+
+
+def test_refused_parameters_are_named() -> None:
+    good = ("good", start((3,)))
+    bad: dict[str, Any] = {
+        "is sparse": nn.Parameter(torch.zeros(3).to_sparse()),
+        "has dtype torch.complex64": nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+        "has dtype torch.int64": torch.arange(3),
+        "is not a leaf": start((3,)) * 2,
+        "is an expanded tensor": nn.Parameter(torch.zeros(1).expand(3)),
+        "is of type float": 3.0,
+    }
+    for message, param in bad.items():
+        with pytest.raises(UnsupportedParameterError, match=f"Parameter 'bad' {message}"):
+            Gefen([good, ("bad", param)])
+        with pytest.raises(UnsupportedParameterError, match=f"Parameter 'param_1' {message}"):
+            Gefen([good[1], param])
+
+
+def test_duplicates_are_named() -> None:
+    a, b = start((3,)), start((3,))
+    with pytest.raises(InvalidArgumentError, match=r"Duplicate parameter 'again'.*'w'"):
+        Gefen([("w", a), ("again", a)])
+    with pytest.raises(InvalidArgumentError, match="Duplicate parameter name 'w'"):
+        Gefen([("w", a), ("w", b)])
+    with pytest.raises(InvalidArgumentError, match=r"Duplicate parameter 'param_1'.*'param_0'"):
+        Gefen([a, a])
+    optimizer = Gefen([("w", a)])
+    for pair in (("other", a), ("w", b)):
+        with pytest.raises(InvalidArgumentError, match="Duplicate"):
+            optimizer.add_param_group({"params": [pair]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_other_bad_arguments() -> None:
+    for params in (start((3,)), [], {}, None, 3, [[start((3,))]], ["w"]):
+        with pytest.raises(GefenError):
+            Gefen(params)
+    with pytest.raises(InvalidArgumentError, match="not a mix"):
+        Gefen([("w", start((3,))), start((3,))])
+    with pytest.raises(UnsupportedFeatureError, match="capturable=True"):
+        Gefen([start((3,))], capturable=True)
+    assert issubclass(UnsupportedFeatureError, NotImplementedError)
