@@ -126,7 +126,9 @@ def print_table(figures: dict[str, Figures]) -> None:
 def shown(name: str, value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value / 2**20:.1f} MiB" if name.endswith("memory") else f"{value * 1e3:.1f} ms"
+    if name.endswith("memory"):
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value / 1e3:.1f} kB" if name.endswith("bytes") else f"{value * 1e3:.1f} ms"
 
 
 def save(name: str, figures: dict[str, Figures], threads: int | None) -> None:

@@ -1,21 +1,25 @@
-"""Time what ranks spend on agreeing, beside gefen-x 0.5.0 in the same run.
+"""What ranks spend on agreeing before a sharded step: gefen-cuda beside gefen-x.
 
-    python benchmarks/preflight.py --peer PYTHON     # an interpreter that has gefen-x 0.5.0
+- "R ranks, P parameters": ``GefenMuon.step()`` over P sharded [8, 4] matrices of which none has
+  a gradient on any rank. Nothing is exchanged or updated then, so the step is the agreement and
+  what surrounds it. Ranks are processes over gloo on this machine.
+- "topology of 1000 ranks, bytes": what each rank of one mesh of 1000 holds once it has learned,
+  in the first step, which ranks step together; no counterpart in gefen-x.
 
-Measured is ``GefenMuon.step()`` over sharded [8, 4] matrices of which none has a gradient on any
-rank: nothing is exchanged or updated then, so the step is the agreement and what surrounds it.
-Ranks are processes over gloo on this machine; the packages take turns and each figure is the
-best of its repetitions, so that other load on the machine does not decide.
+    python benchmarks/preflight.py [--peer-python PATH]
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
-import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
+
+from peer import OURS, Figures, compare, installed
 
 COUNTS = (100, 1000)
 WORLDS = (2, 4)
@@ -23,55 +27,38 @@ TURNS = 2
 STEPS = 15
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--peer", required=True, help="an interpreter that has gefen-x 0.5.0")
-    peer = options.parse_args().peer
-    print(f"{'ranks':>5} {'parameters':>10} {'gefen ms':>9} {'gefen-x ms':>10} {'ratio':>6}")
-    for world in WORLDS:
-        for count in COUNTS:
-            turns = [
-                (measure(sys.executable, world, count), measure(peer, world, count))
-                for _ in range(TURNS)
-            ]
-            ours, theirs = (min(times) for times in zip(*turns, strict=True))
-            row = f"{world:>5} {count:>10} {ours:>9.2f} {theirs:>10.2f} {theirs / ours:>6.1f}"
-            print(row, flush=True)
-
-
-def measure(python: str, world: int, count: int) -> float:
-    """Milliseconds of the fastest step on rank 0."""
-    command = [python, __file__, "--rank-count", str(world), str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, check=True
-    )
-    return float(done.stdout.split()[-1])
-
-
-def run_ranks(world: int, count: int) -> None:
+def agreeing(world: int, count: int) -> Figures:
+    """Seconds of rank 0's fastest step."""
     import torch
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        pids = []
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    time_steps(rank, world, count, Path(scratch) / "store")
-                    code = 0
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
-            pids.append(pid)
-        sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        pids = [forked(rank, world, count, scratch) for rank in range(world)]
+        codes = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(codes):
+            sys.exit("a rank failed")
+        fastest = float((scratch / "fastest").read_text())
+    return {f"{world} ranks, {count} parameters": fastest}
 
 
-def time_steps(rank: int, world: int, count: int, store: Path) -> None:
-    import time
+def forked(rank: int, world: int, count: int, scratch: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        fastest = time_steps(rank, world, count, scratch / "store")
+        if rank == 0:
+            (scratch / "fastest").write_text(repr(fastest))
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
+
+def time_steps(rank: int, world: int, count: int, store: Path) -> float:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,12 +82,22 @@ def time_steps(rank: int, world: int, count: int, store: Path) -> None:
         start = time.perf_counter()
         optimizer.step()
         times.append(time.perf_counter() - start)
-    if rank == 0:
-        print(1e3 * min(times))
+    return min(times)
 
+
+def topology() -> Figures:
+    if not installed().startswith(OURS):
+        return {}
+    from gefen.distributed.mesh import pack_ranks
+
+    ranks = tuple(range(1000))
+    known = {str(rank): [[pack_ranks(ranks), "mesh_dim_0"]] for rank in ranks}
+    return {"topology of 1000 ranks, bytes": float(len(json.dumps(known)))}
+
+
+PARTS = {
+    f"{world}x{count}": partial(agreeing, world, count) for world in WORLDS for count in COUNTS
+} | {"topology": topology}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank-count"]:
-        run_ranks(int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        main()
+    compare(__file__, PARTS, TURNS)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from gefen.errors import PeerFailureError
 
@@ -64,14 +63,6 @@ class Topology:
     groups: frozenset[GroupKey]
     ranks: tuple[int, ...]
     diameter: int
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether this rank shares ``parameter`` with another: a DTensor on a mesh of 2 or more."""
-    if not isinstance(parameter, DTensor):
-        return False
-    mesh = parameter.device_mesh
-    return bool(mesh.size() > 1 and mesh.get_coordinate() is not None)
 
 
 def mesh_channels(mesh: DeviceMesh) -> list[Channel]:
@@ -195,7 +186,7 @@ def discover(channels: Sequence[Channel], rank: int) -> Topology:
     A rank whose picture is closed knows the diameter, and with it how many more rounds the
     others need; every rank takes part in exactly that many.
     """
-    groups = [[_pack_ranks(channel.key.ranks), channel.key.name] for channel in channels]
+    groups = [[pack_ranks(channel.key.ranks), channel.key.name] for channel in channels]
     known: dict[str, Any] = {str(rank): groups}
     rounds = 0
     while True:
@@ -209,8 +200,8 @@ def discover(channels: Sequence[Channel], rank: int) -> Topology:
     return Topology(frozenset(c.key for c in channels), tuple(sorted(links)), diameter)
 
 
-def _pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    # A mesh dimension is an arithmetic progression: three numbers instead of a thousand.
+def pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    """Write ranks for JSON: a mesh dimension, an arithmetic progression, as three numbers."""
     step = ranks[1] - ranks[0]
     if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
         return {"start": ranks[0], "stop": ranks[-1] + 1, "step": step}

@@ -6,7 +6,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
 Shape = tuple[int, int]
 
@@ -32,37 +32,3 @@ def assign_owners(shapes: Mapping[str, Shape], width: int) -> dict[str, int]:
         owners[name] = owner
         heapq.heappush(loads, (load + costs[name], owner))
     return owners
-
-
-def heaviest_over_mean(
-    shapes: Mapping[str, Shape], owners: Mapping[str, int], width: int
-) -> float:
-    """Load of the busiest owner over the mean load; 1 is perfect balance."""
-    loads = [0] * width
-    for name, owner in owners.items():
-        loads[owner] += newton_schulz_cost(*shapes[name])
-    return max(loads) * width / sum(loads)
-
-
-def index_modulo(names: Iterable[str], width: int) -> dict[str, int]:
-    """The usual alternative: matrix number i belongs to rank i modulo ``width``."""
-    return {name: index % width for index, name in enumerate(names)}
-
-
-def decoder_shapes(
-    layers: int = 28, hidden: int = 1024, mlp: int = 3072, query: int = 2048, key: int = 1024
-) -> dict[str, Shape]:
-    """Hidden matrices of a grouped-attention decoder; the defaults have 0.44 billion elements.
-
-    With its embeddings such a model has 0.6 billion parameters.
-    """
-    block: Sequence[tuple[str, Shape]] = (
-        ("self_attn.q_proj", (query, hidden)),
-        ("self_attn.k_proj", (key, hidden)),
-        ("self_attn.v_proj", (key, hidden)),
-        ("self_attn.o_proj", (hidden, query)),
-        ("mlp.gate_proj", (mlp, hidden)),
-        ("mlp.up_proj", (mlp, hidden)),
-        ("mlp.down_proj", (hidden, mlp)),
-    )
-    return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block}

@@ -24,10 +24,10 @@ from gefen.distributed.mesh import (
     discover,
     flood,
     identify_meshes,
-    is_sharded,
     mesh_channels,
     peers_expected,
 )
+from gefen.parameters import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -134,7 +134,7 @@ class Preflight:
         return Agreed(flags[_SKIP], flags[_ACTIVE], flags[_SURVEY])
 
     def _register(self, members: Sequence[Member]) -> None:
-        shared = [m for m in members if is_sharded(m.parameter)]
+        shared = [m for m in members if is_shared(m.parameter)]
         meshes = [_mesh(m) for m in shared]
         distinct = {id(mesh): mesh for mesh in meshes}
         keys = dict(zip(distinct, identify_meshes(distinct.values()), strict=True))
