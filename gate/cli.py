@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -48,7 +49,12 @@ EPILOG = "\n\n".join(
 
 def base_directory() -> Path:
     """Return the directory that relative paths on the command line count from."""
-    return Path(os.environ.get("GATE_INVOKED_FROM") or Path.cwd())
+    try:
+        return Path(os.environ.get("GATE_INVOKED_FROM") or Path.cwd())
+    except FileNotFoundError:
+        raise UsageFailure(
+            "The current directory does not exist any more.", next_step="cd to another one"
+        ) from None
 
 
 class PathOption(click.ParamType[Path]):
@@ -284,7 +290,7 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     error = Interrupted(
-        f"Interrupted by {signal.Signals(number).name}; nothing was attested.",
+        f"Interrupted by {signal.Signals(number).name}; what was running is not attested.",
         next_step="run the same command again",
     )
     error.exit_code = 128 + number
@@ -301,6 +307,10 @@ def call(arguments: Sequence[str] | None = None) -> int:
     except GateError as error:
         click.echo(f"gate: {error}", err=True)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has had enough; nothing can be told to them.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         click.echo(f"gate: The machine refused: {error.strerror or error}{where}.", err=True)
@@ -308,8 +318,18 @@ def call(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def reopen_streams() -> None:
+    """Give a process that was started without standard streams some that lead nowhere."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115 - stays open
+            with suppress(OSError):
+                os.dup2(getattr(sys, name).fileno(), number)
+
+
 def main() -> NoReturn:
     """Run the command line and exit."""
+    reopen_streams()
     for number in SIGNALS:
         signal.signal(number, interrupt)
     sys.exit(call())

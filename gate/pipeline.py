@@ -15,13 +15,14 @@ from typing import Any
 
 from gate import audit as auditing
 from gate import environment as environments
-from gate import evidence, policy, regressions
+from gate import evidence, policy, records, regressions
 from gate.build import build
 from gate.environment import Environment
 from gate.errors import (
     EnvironmentFailed,
     GateError,
     IdentityMismatch,
+    Interrupted,
     RegressionFailed,
     UsageFailure,
     WheelRejected,
@@ -265,7 +266,8 @@ class _Session:
                     self._keep(environment)
                     raise
         except BaseException as error:
-            report.result = "failed" if isinstance(error, GateError) else "interrupted"
+            failed = isinstance(error, GateError) and not isinstance(error, Interrupted)
+            report.result = "failed" if failed else "interrupted"
             failure = Failure(where=report.phases[-1].name, reason=str(error))
             report.failures = report.failures or [failure]
             with suppress(OSError):  # what failed first is worth more
@@ -281,11 +283,11 @@ class _Session:
             distribution=self._candidate.wheel.name,
             package=self._candidate.package,
         )
-        records = environment.root / "records"
+        folder = environment.root / "records"
         suite = regressions.prepare(subject, self._options.suite)
         self._suite_digest = evidence.suite_digest(suite)
         with self._phase("identity") as phase:
-            inventory = regressions.collect(subject, suite, records / "collect", self._runner)
+            inventory = regressions.collect(subject, suite, folder / "collect", self._runner)
             phase.detail = f"the wheel's own files are imported; {len(inventory)} tests collected"
         with self._phase("machine") as phase:
             machine = probe()
@@ -294,7 +296,7 @@ class _Session:
         self._report.profile, self._report.facts = profile.name, machine.facts
         self._revoke(profile.name)
         for part in regressions.plan(profile, machine):
-            self._regress(part, subject, suite, inventory, records, profile)
+            self._regress(part, subject, suite, inventory, folder, profile)
         if self._report.failures:
             raise self._verdict()
         self._keep(environment)
@@ -306,7 +308,7 @@ class _Session:
         subject: Subject,
         suite: Path,
         inventory: Sequence[str],
-        records: Path,
+        folder: Path,
         profile: Profile,
     ) -> None:
         count = sum(node.startswith(part.folder + "/") for node in inventory)
@@ -318,7 +320,7 @@ class _Session:
                 suite,
                 part,
                 inventory,
-                records=records / part.label,
+                folder=folder / part.label,
                 runner=self._runner,
                 profile=profile,
                 timeout=self._options.timeout,
@@ -379,12 +381,7 @@ class _Session:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         for name in ("records", "logs"):
-            if (environment.root / name).is_dir():
-                shutil.copytree(
-                    environment.root / name,
-                    self._folder / name,
-                    ignore=shutil.ignore_patterns("tmp", "pid-*"),
-                )
+            records.keep(environment.root / name, self._folder / name)
 
     def _revoke(self, profile: str) -> None:
         evidence.revoke(

@@ -21,15 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gate import records
 from gate.environment import Environment
 from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed
+from gate.harness.supervise import descendants
 from gate.machine import Machine, Profile
 from gate.report import Failure
 from gate.runner import Outcome, Runner
+from gate.wheels import sha256_of
 
 SUITE = Path(__file__).parent.parent / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
+CANARY_FAILED = 1
+TAMPERS = "code of the package changes the tests or their results"
 PREFIX = "tests/regression/"
 PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
 PYTEST_INI = """\
@@ -47,6 +52,16 @@ class Subject:
     environment: Environment
     distribution: str
     package: str
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of all files that a test process must not change."""
+        root, site = self.environment.root, self.environment.site
+        watched = [root / "pytest.ini", root / "harness", root / "suite", site]
+        return {
+            str(path.relative_to(root)): sha256_of(path)
+            for top in watched
+            for path in ([top] if top.is_file() else records.files(top))
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,31 +94,49 @@ def prepare(subject: Subject, suite: Path) -> Path:
     return target
 
 
-def collect(subject: Subject, suite: Path, records: Path, runner: Runner) -> list[str]:
+def collect(subject: Subject, suite: Path, folder: Path, runner: Runner) -> list[str]:
     """Return every test id of the suite; prove that the package under test is the wheel's.
 
+    Runs a single test, under a name of its own each time, that must come back as failed.
+
     Raises:
-        IdentityMismatch: something else than the wheel's files was imported.
+        IdentityMismatch: something else than the wheel's files was imported, or the package
+            tampers with the tests.
+        EnvironmentFailed: the environment does not have what the wheel requires.
         RegressionFailed: the tests cannot be collected, or a test function is missing.
     """
+    canary = f"test_{uuid.uuid4().hex}"
+    source = f"import {subject.package}\n\ndef {canary}():\n    assert {subject.package} is None\n"
+    before = subject.fingerprint()
+    (suite / f"{canary}.py").write_text(source)
     outcome = _pytest(
-        subject, suite, records, runner, ["--collect-only", "-q"], {}, COLLECT_TIMEOUT
+        subject, suite, folder, runner, ["."], {"GATE_CANARY": canary}, COLLECT_TIMEOUT
     )
-    with suppress(FileNotFoundError):
-        _demand_proof(json.loads((records / "finished-0.json").read_text()))
-    if not outcome.ok:
+    (suite / f"{canary}.py").unlink(missing_ok=True)
+    finished = records.read_json(folder / "finished-0.json", dict) or {}
+    _demand_proof(finished)
+    inventory = records.read_json(folder / "inventory-0.json", list)
+    stopped = outcome.stopped or outcome.survivors or outcome.returncode not in (0, CANARY_FAILED)
+    if inventory is None or stopped:
         raise RegressionFailed(
-            f"The regression tests cannot be collected: {outcome.describe()}.\n{outcome.tail()}",
-            cause="importing the wheel's package fails",
+            f"The regression tests cannot be collected: {outcome.describe()}.\n{outcome.tail()}"
         )
-    try:
-        inventory: list[str] = json.loads((records / "inventory-0.json").read_text())
-    except FileNotFoundError:
-        raise RegressionFailed("Collecting the regression tests left no record.") from None
-    collected = {node.partition("[")[0] for node in inventory}
+    verdicts = [
+        verdict.partition(":")[0] for verdict, _ in _results(folder / "junit-0.xml").values()
+    ]
+    ended = {outcome.returncode, finished.get("exitstatus")}
+    if verdicts != ["failed"] or ended != {CANARY_FAILED}:
+        raise IdentityMismatch("A test that must fail did not come back as failed.", cause=TAMPERS)
+    if changed := _changes(before, subject.fingerprint()):
+        raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)
+    collected = {str(node).partition("[")[0] for node in inventory}
     if missing := sorted(set(_declared(suite)) - collected):
         raise RegressionFailed(f"{missing[0]} exists but was not collected.")
-    return inventory
+    return [str(node) for node in inventory]
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | after if before.get(name) != after.get(name))
 
 
 def run(
@@ -112,7 +145,7 @@ def run(
     plan: Run,
     inventory: Sequence[str],
     *,
-    records: Path,
+    folder: Path,
     runner: Runner,
     profile: Profile,
     timeout: float,
@@ -123,10 +156,15 @@ def run(
         "GEFEN_TEST_DEVICE": profile.device,
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // plan.world)),
     }
+    before = subject.fingerprint()
     outcome = _pytest(
-        subject, suite, records, runner, [plan.folder], variables, timeout, world=plan.world
+        subject, suite, folder, runner, [plan.folder], variables, timeout, world=plan.world
     )
-    failures = list(_judge(plan, expected, outcome, records))
+    failures = list(_judge(plan, expected, outcome, folder))
+    failures += [
+        Failure(where=plan.label, reason=f"{name} was changed while the tests ran")
+        for name in _changes(before, subject.fingerprint())
+    ]
     passed = [] if failures else [f"{plan.label}: {node}" for node in expected]
     return passed, failures
 
@@ -134,7 +172,7 @@ def run(
 def _pytest(
     subject: Subject,
     suite: Path,
-    records: Path,
+    folder: Path,
     runner: Runner,
     arguments: Sequence[str],
     variables: Mapping[str, str],
@@ -142,41 +180,42 @@ def _pytest(
     world: int = 1,
 ) -> Outcome:
     environment = subject.environment
-    records.mkdir(parents=True)
+    folder.mkdir(parents=True)
     python = environment.python
     command: list[str | Path] = [
         *(python, "-IBm", "pytest", "-c", suite.parent / "pytest.ini", "--rootdir", suite),
-        *("--confcutdir", suite, "-p", "gate_harness", "--basetemp", records / "tmp"),
+        *("--confcutdir", suite, "-p", "gate_harness", "--basetemp", folder / "tmp"),
         *arguments,
     ]
     if world > 1:
         # After a failing test the ranks no longer agree on what comes next.
-        command = [*_torchrun(python, world, records), *command, "--exitfirst"]
+        command = [*_torchrun(python, world, folder), *command, "--exitfirst"]
     allowed = [environment.root, *environment.layers]
     return runner.run(
         command,
         env={
             **environment.variables,
             **variables,
-            "GATE_RECORDS": str(records),
+            "GATE_RECORDS": str(folder),
             "GATE_PACKAGE": subject.package,
             "GATE_DISTRIBUTION": subject.distribution,
             "GATE_SITE": str(environment.site),
-            "GATE_PATH": os.pathsep.join(map(str, allowed)),
+            "GATE_PATH": json.dumps([str(path) for path in allowed]),
         },
         cwd=suite,
-        log=records / "output.log",
+        log=folder / "output.log",
         timeout=timeout,
-        on_timeout=lambda: _dump_stacks(records),
+        on_timeout=lambda pid: _dump_stacks(pid, folder, world),
+        bounded=folder,
     )
 
 
-def _torchrun(python: Path, world: int, records: Path) -> list[str | Path]:
+def _torchrun(python: Path, world: int, folder: Path) -> list[str | Path]:
     """A rendezvous of its own on a port the kernel picks, by address rather than host name."""
     return [
         *(python, "-IBm", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world}"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4().hex}"),
-        *("--local-addr=127.0.0.1", "--log-dir", records / "ranks", "--redirects=3"),
+        *("--local-addr=127.0.0.1", "--log-dir", folder / "ranks", "--redirects=3"),
         *("--no-python", "--"),
     ]
 
@@ -191,76 +230,82 @@ def _declared(suite: Path) -> Iterator[str]:
 
 
 def _demand_proof(finished: Mapping[str, Any]) -> None:
-    if unmet := finished["unmet"]:
+    if unmet := finished.get("unmet"):
         raise EnvironmentFailed(
             f"The environment lacks what the wheel requires: {unmet[0]}.",
             next_step="choose another torch with --torch or --site",
         )
-    if problems := finished["identity"]:
+    if problems := finished.get("identity"):
         raise IdentityMismatch(
             f"The tests would not have tested the wheel: {problems[0]}.",
-            cause="something shadows the package under test",
+            cause="something shadows the package under test, or it changed itself",
         )
 
 
-def _dump_stacks(records: Path) -> None:
+def _dump_stacks(supervisor: int, folder: Path, world: int) -> None:
     """Ask every test process for its Python stacks and wait until they are written."""
-    asked = []
-    for file in sorted(records.glob("pid-*")):
-        with suppress(ProcessLookupError, ValueError):
-            os.kill(int(file.read_text()), signal.SIGUSR1)
-            asked.append(records / f"stacks-{file.name.removeprefix('pid-')}.txt")
+    for pid in descendants(supervisor):
+        if _catches(pid, signal.SIGUSR1):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    files = [folder / f"stacks-{rank}.txt" for rank in range(world)]
     deadline = time.monotonic() + STACKS_WAIT_SECONDS
-    while time.monotonic() < deadline and not all(_complete(file) for file in asked):
+    # The dump of a main thread ends with the frame that runs the module.
+    while time.monotonic() < deadline and not all(
+        "in _run_code" in records.read_text(file) for file in files
+    ):
         time.sleep(0.05)
 
 
-def _complete(stacks: Path) -> bool:
-    """Whether the dump has reached the bottom of the main thread's stack."""
-    return "in _run_code" in stacks.read_text()
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process handles a signal that would otherwise end it."""
+    for line in records.read_text(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _judge(
-    plan: Run, expected: Sequence[str], outcome: Outcome, records: Path
+    plan: Run, expected: Sequence[str], outcome: Outcome, folder: Path
 ) -> Iterator[Failure]:
     if not expected:
         yield Failure(where=plan.label, reason="no tests were collected for it")
     failures = [
         failure
         for rank in range(plan.world)
-        for failure in _judge_rank(plan, rank, expected, records)
+        for failure in _judge_rank(plan, rank, expected, folder)
     ]
     if not outcome.ok or failures:
-        stacks = list(_stacks(records))
+        stacks = list(_stacks(folder))
         detail = "\n\n".join([*stacks, outcome.tail()])
         yield Failure(where=plan.label, reason=outcome.describe(), detail=detail)
     yield from failures
 
 
-def _stacks(records: Path) -> Iterator[str]:
+def _stacks(folder: Path) -> Iterator[str]:
     """The stacks that test processes wrote when they were ended, without pytest's own frames."""
-    for file in sorted(records.glob("stacks-*.txt")):
-        lines = file.read_text(errors="replace").splitlines()
+    for file in sorted(folder.glob("stacks-*.txt")):
+        lines = records.read_text(file).splitlines()
         kept = [line for line in lines if not any(part in line for part in PYTEST_FRAMES)]
         if any(line.strip() for line in kept):
             text = "\n".join(kept).strip()
             yield f"stacks of rank {file.stem.removeprefix('stacks-')}:\n{text}"
 
 
-def _judge_rank(plan: Run, rank: int, expected: Sequence[str], records: Path) -> Iterator[Failure]:
+def _judge_rank(plan: Run, rank: int, expected: Sequence[str], folder: Path) -> Iterator[Failure]:
     suffix = f" on rank {rank}" if plan.world > 1 else ""
     where = plan.label + suffix
-    try:
-        finished = json.loads((records / f"finished-{rank}.json").read_text())
-    except FileNotFoundError:
+    finished = records.read_json(folder / f"finished-{rank}.json", dict)
+    if finished is None:
         yield Failure(where=where, reason="ended early: it left no completion record")
-        with suppress(FileNotFoundError):
-            running = (records / f"current-{rank}").read_text()
+        if running := records.read_text(folder / f"current-{rank}"):
             yield Failure(where=f"{PREFIX}{running}{suffix}", reason="was running when it ended")
         return
-    for problem in finished["identity"]:
+    if finished.get("exitstatus") != 0:
+        yield Failure(where=where, reason=f"pytest ended with {finished.get('exitstatus')}")
+    for problem in finished.get("identity", ["it gave no proof of its identity"]):
         yield Failure(where=where, reason=problem)
-    results = _results(records / f"junit-{rank}.xml")
+    results = _results(folder / f"junit-{rank}.xml")
     for node in expected:
         verdict, detail = results.pop(node, ("did not run", ""))
         if verdict != "passed":
@@ -272,8 +317,8 @@ def _judge_rank(plan: Run, rank: int, expected: Sequence[str], records: Path) ->
 def _results(junit: Path) -> dict[str, tuple[str, str]]:
     """Return {test id: (verdict, detail)}; an absent or truncated file gives none."""
     try:
-        cases = ElementTree.parse(junit).getroot().iter("testcase")
-    except (OSError, ElementTree.ParseError):
+        cases = ElementTree.fromstring(records.read(junit) or b"").iter("testcase")
+    except (ElementTree.ParseError, LookupError, ValueError):
         return {}
     results = {}
     for case in cases:

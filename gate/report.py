@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line."""
         self._clear()
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a run is worth finishing even if nobody can read of it
+            print(text, file=sys.stderr, flush=True)
 
     def tick(self) -> None:
         """Show, once a second, how long the current phase has been running."""

@@ -15,18 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
+from gate import records
 from gate.errors import EnvironmentFailed
+from gate.harness.supervise import become_subreaper, descendants, kill
 
 SUPERVISOR = Path(__file__).parent / "harness" / "supervise.py"
 POLL_SECONDS = 0.05
 OUTPUT_LIMIT = 64 * 2**20
+FOLDER_LIMIT = 4 * OUTPUT_LIMIT
 TAIL_LINES = 40
+TAIL_BYTES = 8000
+HUNG = "hung"
 
 Result = TypeVar("Result")
 
@@ -71,7 +76,7 @@ class Outcome:
 
     def tail(self) -> str:
         """Return the last lines the command printed."""
-        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+        return "\n".join(self.output()[-TAIL_BYTES:].splitlines()[-TAIL_LINES:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,7 @@ class Runner:
     verbose: bool = False
     on_tick: Callable[[], None] = lambda: None
     cancelled: Event = field(default_factory=Event)
+    supervisors: set[int] = field(default_factory=set, repr=False)
 
     def run(
         self,
@@ -96,14 +102,17 @@ class Runner:
         cwd: Path,
         log: Path,
         timeout: float,
-        on_timeout: Callable[[], None] = lambda: None,
+        on_timeout: Callable[[int], None] = lambda _pid: None,
+        bounded: Path | None = None,
     ) -> Outcome:
         """Run ``command`` to its end, but no longer than ``timeout`` seconds.
 
         Args:
             env: the whole environment of the command.
             log: file that receives standard output and error.
-            on_timeout: called before a command that ran too long is killed.
+            on_timeout: called, before a command that ran too long is killed, with the process
+                id that all its processes are below.
+            bounded: folder whose size is limited, as that of the log is.
 
         Raises:
             EnvironmentFailed: the command could not be started.
@@ -115,40 +124,43 @@ class Runner:
         started = time.monotonic()
         result = log.with_name(log.name + ".result")
         result.unlink(missing_ok=True)
-        reading, lifeline = os.pipe()
-        try:
-            with log.open("wb") as output:
-                supervisor = subprocess.Popen(
-                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
-                    env=dict(env),
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[reading],
-                    start_new_session=True,
-                )
+        # What the command starts must end with it, even if it kills its supervisor.
+        become_subreaper()
+        with ExitStack() as stack:
+            reading, lifeline = os.pipe()
+            stack.callback(os.close, reading)
+            closing = stack.enter_context(os.fdopen(lifeline, "wb"))
+            output = stack.enter_context(log.open("wb"))
+            supervisor = subprocess.Popen(
+                [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[reading],
+                start_new_session=True,
+            )
+            self.supervisors.add(supervisor.pid)
+            stopped = ""
             try:
-                stopped = self._watch(supervisor, log, started + timeout, timeout, on_timeout)
+                stopped = self._watch(supervisor, log, bounded, started + timeout)
+                if stopped == HUNG:
+                    on_timeout(supervisor.pid)
+                    stopped = f"hung: killed after {timeout:g} s"
             finally:
-                os.close(lifeline)
-                lifeline = -1
+                closing.close()
                 supervisor.wait()
-        finally:
-            os.close(reading)
-            if lifeline >= 0:
-                os.close(lifeline)
+                self.supervisors.discard(supervisor.pid)
+                if not result.exists():
+                    self._end_orphans()
         return self._outcome(words, result, log, stopped, time.monotonic() - started)
 
     def _watch(
-        self,
-        supervisor: subprocess.Popen[bytes],
-        log: Path,
-        deadline: float,
-        timeout: float,
-        on_timeout: Callable[[], None],
+        self, supervisor: subprocess.Popen[bytes], log: Path, bounded: Path | None, deadline: float
     ) -> str:
         """Wait for the end; return why the command has to be stopped, or ""."""
+        measured = 0.0
         with log.open("rb") as output:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -161,10 +173,21 @@ class Runner:
                 if self.cancelled.is_set():
                     return "killed: no longer needed"
                 if time.monotonic() > deadline:
-                    on_timeout()
-                    return f"hung: killed after {timeout:g} s"
+                    return HUNG
                 if log.stat().st_size > OUTPUT_LIMIT:
                     return f"killed: printed more than {OUTPUT_LIMIT >> 20} MiB"
+                if bounded is not None and time.monotonic() > measured + 1:
+                    measured = time.monotonic()
+                    if records.size(bounded) > FOLDER_LIMIT:
+                        return f"killed: wrote more than {FOLDER_LIMIT >> 20} MiB"
+
+    def _end_orphans(self) -> None:
+        """Kill what a killed supervisor left to this process."""
+        while orphans := descendants(os.getpid(), frozenset(self.supervisors)):
+            kill(orphans)
+            for pid in orphans:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
     @staticmethod
     def _outcome(

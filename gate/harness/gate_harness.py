@@ -23,6 +23,8 @@ RECORDS = Path(os.environ["GATE_RECORDS"])
 RANK = os.environ.get("RANK", "0")
 PACKAGE = os.environ["GATE_PACKAGE"]
 DISTRIBUTION = os.environ["GATE_DISTRIBUTION"]
+# Where it is given, all tests are collected, but only this one runs.
+CANARY = os.environ.get("GATE_CANARY")
 
 
 def record(name, facts):
@@ -72,13 +74,20 @@ def unmet_requirements():
 
 
 def path_problems():
-    """Return the import path's entries that lie outside the environment."""
-    allowed = [Path(entry).resolve() for entry in os.environ["GATE_PATH"].split(os.pathsep)]
+    """Return what of the import path, and what was imported, lies outside the environment."""
+    allowed = [Path(entry).resolve() for entry in json.loads(os.environ["GATE_PATH"])]
     allowed.append(Path(sys.base_prefix).resolve())
-    return [
-        f"{entry} is on the import path"
-        for entry in sys.path
-        if entry and not any(Path(entry).resolve().is_relative_to(root) for root in allowed)
+
+    def outside(entry):
+        return not any(Path(entry).resolve().is_relative_to(root) for root in allowed)
+
+    # Names in brackets are made up by what compiles code at run time.
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    imported = sorted(file for file in files if isinstance(file, str) and file[:1] != "<")
+    return [f"{entry} is on the import path" for entry in sys.path if entry and outside(entry)] + [
+        f"{file} was imported, which is not of the environment"
+        for file in imported
+        if outside(file)
     ]
 
 
@@ -93,16 +102,17 @@ def pytest_configure(config):
     # The gate asks with the first; torchrun ends the peers of a failed rank with the second.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=stacks, all_threads=True, chain=True)
-    (RECORDS / f"pid-{RANK}").write_text(str(os.getpid()))
-    if not config.option.collectonly:
-        config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
+    config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
     __import__(PACKAGE)
-    for item in session.items:
+    for item in items:
         item.user_properties.append(("nodeid", item.nodeid))
-    record("inventory", [item.nodeid for item in session.items])
+    if CANARY:
+        record("inventory", [item.nodeid for item in items if item.path.stem != CANARY])
+        items[:] = [item for item in items if item.path.stem == CANARY]
 
 
 def pytest_runtest_logstart(nodeid):
@@ -118,5 +128,12 @@ def pytest_runtest_makereport(item):
     return report
 
 
-def pytest_sessionfinish():
-    record("finished", {"identity": identity_problems(), "unmet": unmet_requirements()})
+def pytest_sessionfinish(exitstatus):
+    record(
+        "finished",
+        {
+            "exitstatus": int(exitstatus),
+            "identity": identity_problems(),
+            "unmet": unmet_requirements(),
+        },
+    )

@@ -9,6 +9,8 @@ processes that were still running a moment after the command had ended; or ``err
 command could not be started.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
@@ -18,17 +20,27 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 GRACE_SECONDS = 2.0
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def descendants():
-    """Return {pid: command line} of all living processes below this one."""
+def become_subreaper() -> None:
+    """Inherit the orphans among this process's descendants, in place of init."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int, without: frozenset[int] = frozenset()) -> dict[int, str]:
+    """Return {pid: command line} of the living processes below ``root``.
+
+    Args:
+        without: processes to leave out, with all that is below them.
+    """
     parents = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdigit() and int(entry) not in without:
             try:
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     # The command name may hold spaces and parentheses: split after the last one.
@@ -37,14 +49,16 @@ def descendants():
                 continue
             if state != b"Z":
                 parents[int(entry)] = int(parent)
-    found, frontier = {}, {os.getpid()}
+    found: dict[int, str] = {}
+    frontier = {root}
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found.update((pid, command_line(pid)) for pid in frontier)
     return found
 
 
-def command_line(pid):
+def command_line(pid: int) -> str:
+    """Return how a process was started, as far as it can still be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
@@ -52,49 +66,64 @@ def command_line(pid):
         return ""
 
 
-def reap():
-    """Collect every finished child, adopted ones too."""
+def kill(pids: dict[int, str]) -> None:
+    """Kill processes, all of them stopped first so that none can start another meanwhile."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def reap() -> bool:
+    """Collect every finished child, adopted ones too; return whether any child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        pass
+        return False
+    return True
 
 
-def wait_for_end(seconds):
-    """Return the descendants still running after at most ``seconds``."""
+def wait_for_end(seconds: float) -> list[str]:
+    """Return the command lines still running after at most ``seconds``."""
     deadline = time.monotonic() + seconds
-    while True:
-        reap()
-        running = descendants()
-        if not running or time.monotonic() >= deadline:
-            return running
+    while reap():
+        if time.monotonic() >= deadline:
+            running = sorted(descendants(os.getpid()).values())
+            return running or ["a process that keeps forking"]
         signal.sigtimedwait([signal.SIGCHLD], 0.05)
+    return []
 
 
-def kill_all():
-    while running := descendants():
-        for pid in running:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_for_end(0.2)
+def kill_all() -> None:
+    """End every descendant.
+
+    A chain of processes that fork and exit moves on between two looks at /proc. But as long as
+    one lives, the subreaper has a child: only having none is the end.
+    """
+    while reap():
+        kill(descendants(os.getpid()))
+        signal.sigtimedwait([signal.SIGCHLD], 0.01)
 
 
-def publish(result, facts):
+def publish(result: str, facts: dict[str, Any]) -> None:
+    """Write the result, completely or not at all."""
     with open(result + ".part", "w") as file:
         json.dump(facts, file)
     os.replace(result + ".part", result)
 
 
-def default_signals():
+def default_signals() -> None:
+    """Give the command the signal handling that it would have without a supervisor."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def main():
+def main() -> None:
+    """Supervise the command that the arguments name."""
     lifeline, result, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -107,13 +136,12 @@ def main():
         selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, "child")
         selector.register(lifeline, selectors.EVENT_READ, "lifeline")
         ended = {key.data for key, _ in selector.select()}
-    survivors = {}
+    survivors: list[str] = []
     if "child" in ended:
         child.wait()
         survivors = wait_for_end(GRACE_SECONDS)
     kill_all()
-    reap()
-    publish(result, {"returncode": child.returncode, "survivors": sorted(survivors.values())})
+    publish(result, {"returncode": child.returncode, "survivors": survivors})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gate import regressions as module
+from gate import runner as runner_module
 from gate.environment import Environment, install
 from gate.errors import IdentityMismatch, RegressionFailed
 from gate.machine import PROFILES
@@ -31,7 +32,7 @@ def judge(
         copy,
         run,
         inventory,
-        records=records / run.label,
+        folder=records / run.label,
         runner=Runner(),
         profile=PROFILES["cpu"],
         timeout=timeout,
@@ -88,7 +89,8 @@ def test_anything_but_passed_is_a_failure(
 @pytest.mark.parametrize(
     "hook",
     [
-        "def pytest_collection_modifyitems(config, items):\n    items.pop()\n",
+        "def pytest_collection_modifyitems(items):\n"
+        "    items[:] = [item for item in items if 'test_one' not in item.nodeid]\n",
         "collect_ignore_glob = ['*']\n",
     ],
 )
@@ -186,3 +188,105 @@ def test_a_failing_rank_shows_where_its_peers_were(
     _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
     assert any("test_it on rank 1" in failure.where for failure in failures)
     assert any("in wait_for_peer" in failure.detail for failure in failures)
+
+
+PATCHES = {
+    "reports": "import _pytest.reports as r\nr.TestReport.from_item_and_call = classmethod("
+    "lambda cls, item, call, f=r.TestReport.from_item_and_call.__func__: "
+    "(setattr(call, 'excinfo', None), f(cls, item, call))[1])\n",
+    "runtest": "import _pytest.python as p\np.Function.runtest = lambda self: None\n",
+}
+
+
+@pytest.mark.parametrize("code", PATCHES.values(), ids=PATCHES)
+def test_a_package_that_makes_every_test_pass_is_found_out(
+    code: str, environment: Environment, make_suite: MakeSuite, tmp_path: Path
+) -> None:
+    wheel = mini_wheel(tmp_path, b"answer = 41\n" + code.encode())
+    install(environment, wheel, Runner())
+    subject = Subject(environment=environment, distribution="mini", package="mini")
+    with pytest.raises(IdentityMismatch, match="must fail"):
+        judge(subject, make_suite())
+
+
+ROOT_OF = "import os, sys; root = os.environ['GATE_RECORDS'].rpartition('/records')[0]\n"
+REWRITES = {
+    "suite": "open(root + '/suite/single/test_one.py', 'a').write('# changed')\n",
+    "harness": "open(root + '/harness/gate_harness.py', 'a').write('# changed')\n",
+    "itself": "open(__file__, 'a').write('# changed')\n",
+    "settings": "open(root + '/pytest.ini', 'a').write('# changed')\n",
+}
+
+
+@pytest.mark.parametrize("code", REWRITES.values(), ids=REWRITES)
+def test_a_package_that_rewrites_the_tests_is_found_out(
+    code: str, environment: Environment, make_suite: MakeSuite, tmp_path: Path
+) -> None:
+    install(environment, mini_wheel(tmp_path, (ROOT_OF + code).encode()), Runner())
+    subject = Subject(environment=environment, distribution="mini", package="mini")
+    with pytest.raises(IdentityMismatch, match=r"was changed|does not match"):
+        judge(subject, make_suite())
+
+
+def test_files_changed_while_the_tests_run_are_a_failure(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + "def test_it(): open(__file__, 'a').write('# changed')\n"
+    _, failures = judge(subject, make_suite(single__test_it=code))
+    assert [failure.reason for failure in failures] == [
+        "suite/single/test_it.py was changed while the tests ran"
+    ]
+
+
+def test_code_from_elsewhere_is_noticed(subject: Subject, make_suite: MakeSuite) -> None:
+    code = HEAD + (
+        "import importlib.util as u\n"
+        "def test_it(tmp_path_factory):\n"
+        "    spec = u.spec_from_file_location('other', '/OUTSIDE/stray.py')\n"
+        "    sys.modules['other'] = u.module_from_spec(spec)\n"
+    )
+    _, failures = judge(subject, make_suite(single__test_it=code))
+    assert any("/OUTSIDE/stray.py was imported" in failure.reason for failure in failures)
+
+
+BROKEN_RECORDS = {
+    "fifo": "os.remove(junit); os.mkfifo(junit)",
+    "link": "os.remove(junit); os.symlink('/etc/passwd', junit)",
+    "encoding": "open(junit, 'w').write('<?xml version=\"1.0\" encoding=\"nope\"?><a/>')",
+    "half": "open(junit, 'r+').truncate(40)",
+    "finished": "open(done, 'w').write('{')",
+    "list": "open(done, 'w').write('[]')",
+    "status": "open(done, 'w').write('{\"exitstatus\": 1, \"identity\": []}')",
+}
+
+
+@pytest.mark.parametrize("tampering", BROKEN_RECORDS.values(), ids=BROKEN_RECORDS)
+def test_broken_records_are_failures(
+    tampering: str, subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + (
+        "import atexit\n"
+        "folder = os.environ['GATE_RECORDS']\n"
+        "junit, done = folder + '/junit-0.xml', folder + '/finished-0.json'\n"
+        "def tamper():\n"
+        "    if os.path.exists(junit) and 'GATE_CANARY' not in os.environ:\n"
+        f"        {tampering}\n"
+        "atexit.register(tamper)\n"
+        "def test_it(): pass\n"
+    )
+    passed, failures = judge(subject, make_suite(single__test_it=code))
+    assert passed == []
+    assert failures
+
+
+def test_a_folder_that_grows_without_end_is_stopped(
+    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "FOLDER_LIMIT", 2**20)
+    code = HEAD + (
+        "def test_it():\n"
+        "    with open(os.environ['GATE_RECORDS'] + '/big', 'wb') as file:\n"
+        "        while True: file.write(bytes(2**16)); file.flush()\n"
+    )
+    _, failures = judge(subject, make_suite(single__test_it=code))
+    assert "wrote more than 1 MiB" in failures[0].reason

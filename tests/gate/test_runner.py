@@ -65,17 +65,17 @@ def test_a_missing_command_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_hang_is_killed_with_everything_it_started(tmp_path: Path) -> None:
-    asked = []
+    asked: list[int] = []
     outcome = run(
         tmp_path,
         "sh",
         "-c",
         "setsid sleep 600 & echo $!; sleep 600",
         timeout=3,
-        on_timeout=lambda: asked.append(True),
+        on_timeout=asked.append,
     )
     assert "hung: killed after 3 s" in outcome.describe()
-    assert asked == [True]
+    assert len(asked) == 1
     assert not alive(int(outcome.output()))
 
 
@@ -84,6 +84,32 @@ def test_a_process_left_behind_is_a_failure_and_is_killed(tmp_path: Path) -> Non
     outcome = run(tmp_path, "sh", "-c", "setsid sleep 600 & echo $!")
     assert not outcome.ok
     assert outcome.describe() == "left 1 process(es) running: sleep 600"
+    assert not alive(int(outcome.output()))
+
+
+def test_a_chain_of_forks_is_noticed_and_ended(tmp_path: Path) -> None:
+    chain = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    while os.getppid() and not os.path.exists('stop'):\n"
+        "        if os.fork(): os._exit(0)\n"
+        "        open('alive', 'w').write(str(os.getpid()))\n"
+    )
+    try:
+        outcome = run(tmp_path, sys.executable, "-c", chain)
+        assert not outcome.ok
+        assert "left 1 process(es) running" in outcome.describe()
+        last = (tmp_path / "alive").read_text()
+        assert (tmp_path / "alive").read_text() == last
+        assert not alive(int(last or 0))
+    finally:
+        (tmp_path / "stop").touch()
+
+
+def test_killing_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sh", "-c", "setsid sleep 600 & echo $!; kill -9 $PPID; sleep 600")
+    assert outcome.describe() == "its supervisor was killed"
     assert not alive(int(outcome.output()))
 
 
@@ -97,7 +123,7 @@ def test_killing_the_gate_leaves_no_process(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from gate.runner import Runner\n"
         "Runner().run(['sh', '-c', 'setsid sleep 600 & echo $!; exec sleep 600'],"
         "env={'PATH': '/usr/bin:/bin'}, cwd=Path(sys.argv[1]),"
-        "log=Path(sys.argv[1], 'log'), timeout=600, on_timeout=print)"
+        "log=Path(sys.argv[1], 'log'), timeout=600)"
     )
     gate = subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=ROOT)
     log = tmp_path / "log"
