@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gefen import Gefen, GefenMuon, blocks
-from gefen.blocks import divisors, find_period, flat_slice
+from gefen.blocks import divisors, find_period
 
 GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "periods.npz")
 SHAPES = sorted(key.removesuffix(".grad") for key in GOLDEN.files if key.endswith(".grad"))
@@ -131,16 +131,6 @@ def test_temporary_memory_does_not_grow_with_the_tensor(
     with Allocations() as seen:
         find_period(grad.t() if transposed else grad)
     assert seen.largest({grad.untyped_storage().data_ptr()}) <= 8 * 512
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_a_flat_slice_is_that_of_the_copy(shape: list[int], data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(shape))))
-    tensor = noise(*shape).permute(order)
-    start = data.draw(st.integers(0, tensor.numel() - 1))
-    stop = data.draw(st.integers(start + 1, tensor.numel()))
-    assert torch.equal(flat_slice(tensor, start, stop), tensor.flatten()[start:stop])
 
 
 @given(st.integers(1, 3000))

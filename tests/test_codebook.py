@@ -299,13 +299,12 @@ def test_nan_gets_a_legal_index(gap: float) -> None:
         assert (chance >= 0).all()
 
 
-def test_results_go_into_the_given_buffers() -> None:
+def test_strides_do_not_matter() -> None:
     quantizer = Quantizer(torch.linspace(-1, 1, SIZE))
     x = noise(3, 4).t()
-    index, values = torch.empty(4, 3, dtype=U8), torch.empty(4, 3)
-    assert quantizer.encode(x, out=index) is index
-    assert quantizer.decode(index, out=values) is values
+    index = quantizer.encode(x)
     assert torch.equal(index, quantizer.encode(x.contiguous()))
+    values = quantizer.decode(index)
     assert torch.equal(values, quantizer.codebook[index.long()])
     assert torch.equal(quantizer.decode(index.t()), values.t())
 

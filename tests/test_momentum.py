@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from torch import Tensor
 
 from gefen.codebook import Quantizer
-from gefen.momentum import learn, reencode
+from gefen.momentum import histogram, learn_from, reencode
+
+
+def learn(gradients: Iterable[tuple[Tensor, int]]) -> Tensor | None:
+    return learn_from(histogram(gradients))
 
 
 def test_learn_adds_up_all_gradients() -> None:

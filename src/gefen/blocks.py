@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from gefen.flat import flat_slice
+
 SMALLEST = 8
 """Periods below this many elements are not worth their per-block state."""
 
@@ -37,25 +39,6 @@ def divisors(n: int) -> list[int]:
                 large.append(n // d)
         d += 1
     return small + large[::-1]
-
-
-def flat_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of ``tensor`` flattened row-major, as a 1-D tensor.
-
-    A view where the layout allows it, otherwise a copy of about these elements only; a
-    non-contiguous tensor is never copied whole.
-    """
-    if tensor.is_contiguous():
-        return tensor.view(-1)[start:stop]
-    row = tensor[0].numel()
-    first, last = start // row, -(-stop // row)
-    if row <= stop - start:
-        return tensor[first:last].reshape(-1)[start - first * row : stop - first * row]
-    pieces = [
-        flat_slice(tensor[r], max(start - r * row, 0), min(stop - r * row, row))
-        for r in range(first, last)
-    ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def find_period(grad: Tensor, deterministic: bool = False) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gefen.blocks import flat_slice
+from gefen.flat import flat_slice
 
 BINS = 4096
 """Equal bins of [-1, 1] that the normalised gradients are counted in."""
@@ -249,14 +249,10 @@ class Quantizer:
         on_cpu = self.codebook.device.type == "cpu"
         self._table = _table(self.thresholds) if on_cpu else None
 
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Index (uint8) of the entry nearest to each element of ``x``, any shape.
-
-        ``out``, contiguous uint8 of the same shape, receives the result if given.
-        """
+    def encode(self, x: Tensor) -> Tensor:
+        """Index (uint8) of the entry nearest to each element of ``x``, any shape."""
         x = x.contiguous()
-        if out is None:
-            out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         if x.dtype == torch.float64:
             return out.copy_(torch.bucketize(x, self._exact, out_int32=True))
         if self._table is None:
@@ -264,13 +260,10 @@ class Quantizer:
         split, below, index = self._table
         return _look_up(x.float(), split, below, index, out)
 
-    def decode(self, index: Tensor, out: Tensor | None = None) -> Tensor:
-        """Entries (float32) of uint8 ``index``, any shape; into contiguous ``out`` if given."""
-        if out is None:
-            out = torch.empty(index.shape, dtype=torch.float32, device=index.device)
+    def decode(self, index: Tensor) -> Tensor:
+        """Entries (float32) of uint8 ``index``, any shape."""
         # index_select runs in parallel and vectorised; plain indexing is 4 times slower.
-        torch.index_select(self.codebook, 0, index.reshape(-1).int(), out=out.view(-1))
-        return out
+        return torch.index_select(self.codebook, 0, index.reshape(-1).int()).view(index.shape)
 
     def neighbours(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on both sides of each element of ``x``, for stochastic rounding.

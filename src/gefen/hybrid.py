@@ -141,16 +141,8 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         verbose: bool = False,
     ) -> None:
         given = locals()
-        self._backup_substrings = check.strings(
-            "backup_substrings",
-            BACKUP_SUBSTRINGS if backup_substrings is None else backup_substrings,
-        )
+        self._backup_substrings = _substrings(backup_substrings, backup_named_params)
         no_decay = check.strings("no_decay_substrings", no_decay_substrings)
-        if backup_named_params is not None and backup_substrings is not None:
-            raise InvalidArgumentError(
-                "backup_substrings decides how one model or list is routed, but two lists that "
-                "are already routed are given: leave it out"
-            )
         muon, backup = _routed(muon_named_params, backup_named_params, self._backup_substrings)
         self._make_muon, self._make_backup = _muon_maker(given), _backup_maker(given)
         # What Optimizer.__init__ does too, without insisting on groups of its own.
@@ -225,6 +217,17 @@ class GefenMuonHybrid(CheckpointedOptimizer):
             for group in half.param_groups:
                 if not any(group is known for known in self.param_groups):
                     self.param_groups.append(group)
+
+
+def _substrings(chosen: Iterable[str] | None, second: object) -> tuple[str, ...]:
+    if chosen is None:
+        return BACKUP_SUBSTRINGS
+    if second is not None:
+        raise InvalidArgumentError(
+            "backup_substrings decides how one model or list is routed, but two lists that are "
+            "already routed are given: leave it out"
+        )
+    return check.strings("backup_substrings", chosen)
 
 
 def _routed(

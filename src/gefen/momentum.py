@@ -14,11 +14,6 @@ CHUNK = 1 << 20
 ZERO_BIN = BINS // 2
 
 
-def learn(gradients: Iterable[tuple[Tensor, int]]) -> Tensor | None:
-    """The codebook, float32 [256] on the CPU, of gradients and their periods, if there is any."""
-    return learn_from(histogram(gradients))
-
-
 def learn_from(total: Tensor) -> Tensor | None:
     """The codebook, float32 [256] on the CPU, of a histogram on the CPU.
 

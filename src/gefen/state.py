@@ -62,7 +62,7 @@ class Spec:
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class Half(Protocol):
+class Saved(Protocol):
     """An optimizer, or one of the two inside a hybrid, as a checkpoint sees it."""
 
     param_groups: list[dict[str, Any]]
@@ -123,9 +123,9 @@ def disagreement(spec: Spec, entry: Entry) -> str | None:
 
 
 class CheckpointedOptimizer(torch.optim.Optimizer):
-    """Saving and loading for optimizers made of one or more :class:`Half`."""
+    """Saving and loading for optimizers made of one or more :class:`Saved`."""
 
-    def _halves(self) -> Sequence[Half]:
+    def _halves(self) -> Sequence[Saved]:
         raise NotImplementedError
 
     _joint: Agreement | None = None
@@ -209,7 +209,7 @@ def _keep_rates(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) ->
 
 
 def _read(
-    saved: Any, groups: list[dict[str, Any]], halves: Sequence[Half]
+    saved: Any, groups: list[dict[str, Any]], halves: Sequence[Saved]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Entry]]:
     """Validate a state dict; return a copy of each group's settings and each entry."""
     saved_groups, saved_state = _outline(saved, groups)
@@ -263,7 +263,7 @@ def _are_groups(groups: Any) -> bool:
 
 
 def _settings(
-    half: Half, number: int, group: dict[str, Any], saved: dict[str, Any]
+    half: Saved, number: int, group: dict[str, Any], saved: dict[str, Any]
 ) -> dict[str, Any]:
     names, saved_names = group.get("param_names"), saved.get("param_names")
     if names and saved_names and list(names) != list(saved_names):
@@ -283,7 +283,7 @@ def _settings(
 
 
 def _entries(
-    half: Half, group: dict[str, Any], saved_group: dict[str, Any], saved_state: Mapping[Any, Any]
+    half: Saved, group: dict[str, Any], saved_group: dict[str, Any], saved_state: Mapping[Any, Any]
 ) -> dict[Tensor, Entry]:
     """The saved entries of the parameters that had taken a step."""
     entries = {}

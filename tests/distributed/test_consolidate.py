@@ -56,7 +56,7 @@ def gather_entries(rank: int, world: int, lose: bool) -> Any:
         for owner in range(world)
     ]
     try:
-        entries = consolidate(holdings, mesh_channels(mesh), 1)
+        entries = consolidate(holdings, mesh_channels(mesh)[0])
     except CheckpointError as error:
         return str(error)
     return {n: (e["step"], e["index"].tolist()) for n, e in entries.items()}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from gefen.distributed.mesh import Channel, flood, show_ranks
+from gefen.distributed.mesh import Channel, exchange, show_ranks
 from gefen.errors import CheckpointError, PeerFailureError
 
 if TYPE_CHECKING:
@@ -82,17 +82,15 @@ class Holding:
     """On the owner: tensors and whole numbers by key. None elsewhere."""
 
 
-def consolidate(
-    holdings: Sequence[Holding], channels: Sequence[Channel], rounds: int
-) -> dict[str, dict[str, Any]]:
+def consolidate(holdings: Sequence[Holding], channel: Channel) -> dict[str, dict[str, Any]]:
     """Give every rank the entries that each owner holds, by parameter name.
 
-    Collective over the component: all ranks pass the holdings of their parameters in one order.
-    Raises :class:`CheckpointError` on every rank of it where an owner lacks an entry.
+    Collective over ``channel``: all its ranks pass the same holdings in one order. Raises
+    :class:`CheckpointError` on every rank of it where an owner lacks an entry.
     """
     rank = dist.get_rank()
     mine = {h.name: _outline(h.entry) for h in holdings if h.owner == rank}
-    known = flood(channels, rounds, {str(rank): mine}, "gathering the state of every owner")
+    known = exchange([channel], {str(rank): mine}, "gathering the state of every owner")
     lost = sorted(
         f"{name!r} (owner: rank {owner})"
         for owner, outlines in known.items()

@@ -48,11 +48,6 @@ def canonical(value: Any) -> str:
     return type(value).__name__
 
 
-def unit_name(ranks: Sequence[int]) -> str:
-    """Name the rank set of a unit, as a key of JSON objects."""
-    return show_ranks(ranks)
-
-
 def ambiguity(records: Sequence[Record]) -> str | None:
     """Say why a rank's own parameters cannot be told apart, or None when they can."""
     named = _repeated(records, lambda r: r["name"] is not None, ("name", "shape", "dtype"))
@@ -94,7 +89,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Put what one rank holds into a few bytes per unit, for all ranks to compare."""
     units = {
-        unit_name(ranks): {"ranks": list(ranks), "digest": digest}
+        show_ranks(ranks): {"ranks": list(ranks), "digest": digest}
         for ranks, digest in digests.items()
     }
     text = None if failure is None else f"{type(failure).__name__}: {failure}"[:500]

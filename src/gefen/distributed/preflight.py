@@ -26,6 +26,7 @@ from gefen.distributed.mesh import (
     identify_meshes,
     mesh_channels,
     peers_expected,
+    show_ranks,
 )
 from gefen.parameters import is_shared
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 _FINGERPRINT, _FINGERPRINT_NEGATED, _DIAMETER, _DIAMETER_NEGATED = range(4)
 _FLAGS = 4
-_FAULT, _FAILURE, _RELEARN, _SKIP, _ACTIVE, _SURVEY = range(6)
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
 
 
@@ -58,6 +58,17 @@ class Member:
 class Agreed(NamedTuple):
     """What any rank of the component asked for or said."""
 
+    skip: bool
+    active: bool
+    survey: bool
+
+
+class _Flags(NamedTuple):
+    """What a rank says besides its hash, in the order of the vector."""
+
+    fault: bool
+    failure: bool
+    relearn: bool
     skip: bool
     active: bool
     survey: bool
@@ -123,15 +134,21 @@ class Preflight:
                 raise failure
             return Agreed(skip, active, survey)
         digests = self._digests()
-        start = [self._fault is not None, failure is not None, False, skip, active, survey]
-        stale = [*start[:_RELEARN], self._is_stale(), *start[_SKIP:]]
-        flags = self._rounds(digests, stale)
-        if flags[_RELEARN]:
+        mine = _Flags(
+            fault=self._fault is not None,
+            failure=failure is not None,
+            relearn=self._is_stale(),
+            skip=skip,
+            active=active,
+            survey=survey,
+        )
+        flags = self._rounds(digests, mine)
+        if flags.relearn:
             self._topology = discover(self.channels, dist.get_rank())
-            flags = self._rounds(digests, start)
-        if flags[_FAULT] or flags[_FAILURE]:
+            flags = self._rounds(digests, mine._replace(relearn=False))
+        if flags.fault or flags.failure:
             self._refuse(digests, failure)
-        return Agreed(flags[_SKIP], flags[_ACTIVE], flags[_SURVEY])
+        return Agreed(flags.skip, flags.active, flags.survey)
 
     def _register(self, members: Sequence[Member]) -> None:
         shared = [m for m in members if is_shared(m.parameter)]
@@ -164,9 +181,7 @@ class Preflight:
                     texts[id(values)] = repr(_hyperparameters(values)).encode()
         return {ranks: _digest(unit, texts) for ranks, unit in self._units.items()}
 
-    def _rounds(
-        self, digests: Mapping[tuple[int, ...], bytes], start: Sequence[bool]
-    ) -> list[bool]:
+    def _rounds(self, digests: Mapping[tuple[int, ...], bytes], flags: _Flags) -> _Flags:
         """Run the rounds and return the flags that any rank of the component raised.
 
         A rank that does not know the diameter learns it from the vector; the members of a group
@@ -174,19 +189,20 @@ class Preflight:
         """
         prints = {c: _fingerprint(digests[r] for r in sets) for c, sets in self._channels.items()}
         diameter = self._topology.diameter if self._topology is not None else 0
-        flags = [int(flag) for flag in start]
         rounds = dict.fromkeys(self._channels, 1)
         done = 0
         while active := [c for c in self._channels if rounds[c] > done]:
             for channel in active:
                 mark = prints[channel]
-                seen = _reduce(channel, [mark, -mark, diameter, -diameter, *flags])
-                flags = seen[_FLAGS:]
-                flags[_FAULT] |= seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED]
-                flags[_RELEARN] |= seen[_DIAMETER] != -seen[_DIAMETER_NEGATED]
+                seen = _reduce(channel, [mark, -mark, diameter, -diameter, *map(int, flags)])
+                flags = _Flags(*map(bool, seen[_FLAGS:]))
+                flags = flags._replace(
+                    fault=flags.fault or seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED],
+                    relearn=flags.relearn or seen[_DIAMETER] != -seen[_DIAMETER_NEGATED],
+                )
                 rounds[channel] = max(rounds[channel], seen[_DIAMETER])
             done += 1
-        return [bool(flag) for flag in flags]
+        return flags
 
     def _refuse(
         self,
@@ -204,9 +220,9 @@ class Preflight:
         summaries = flood(*spread, {str(rank): summary}, "finding out what differs")
         wanted = diagnosis.units_to_describe(summaries, rank)
         mine = {
-            diagnosis.unit_name(ranks): _describe(unit)
+            show_ranks(ranks): _describe(unit)
             for ranks, unit in self._units.items()
-            if diagnosis.unit_name(ranks) in wanted
+            if show_ranks(ranks) in wanted
         }
         details = flood(*spread, {str(rank): mine} if mine else {}, "finding out what differs")
         raise diagnosis.explain(summaries, details) from failure

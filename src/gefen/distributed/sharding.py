@@ -143,7 +143,7 @@ class Agreement:
         for half, plan in zip(halves, plans, strict=True):
             counts = half._survey(plan, failure, self._is_first)
             total = total if counts is None else total + counts
-        self._close(failure.error, "while learning the codebook", _UNCHANGED)
+        self._close(failure.error, "while learning the codebook", _AGAIN)
         topology = self._preflight.topology
         if topology is not None:
             total = stepping.total_over_component(total, self._preflight.channels, topology)
@@ -195,7 +195,7 @@ _RELOAD = (
     "Some parameters may have been updated and others not: load a checkpoint of the parameters "
     "and of this optimizer before the next step()."
 )
-_UNCHANGED = (
+_AGAIN = (
     "No parameter and no state was changed on any rank; correct it, compute the gradients anew "
     "and call step() again."
 )
@@ -350,7 +350,7 @@ class WholeMatrices:
             )
             for param, matrix, owner in held
         ]
-        complete = consolidate.consolidate(holdings, [channel], 1)
+        complete = consolidate.consolidate(holdings, channel)
         return {param: complete[matrix.name] for param, matrix, _ in held}
 
     def _part(self, param: Tensor, owner: int) -> dict[str, Any] | None:

@@ -84,26 +84,27 @@ class Routes:
         splits = [_split(matrix) for matrix in matrices]
         _warn_of_fallback([m for m, s in zip(matrices, splits, strict=True) if s is None])
         self._routes: dict[int, _Route] = {}
-        together: dict[tuple[MeshKey, int], list[Matrix]] = {}
-        for matrix, dimension in zip(matrices, splits, strict=True):
+        together: dict[tuple[MeshKey, int], list[tuple[Matrix, int]]] = {}
+        for matrix, split in zip(matrices, splits, strict=True):
             key = keys[id(matrix.parameter.device_mesh)]
-            if dimension is None:
+            if split is None:
                 self._routes[id(matrix.parameter)] = _Route(key, -1)
             else:
-                together.setdefault((key, dimension), []).append(matrix)
+                together.setdefault((key, split[0]), []).append((matrix, split[1]))
         for (key, dimension), held in together.items():
             self._routes |= _parcels(key, dimension, held)
 
-    def _of(self, matrix: Matrix) -> _Route:
+    def of(self, matrix: Matrix) -> _Route:
+        """How a matrix travels."""
         return self._routes[id(matrix.parameter)]
 
     def owned(self, matrix: Matrix) -> bool:
         """Whether this rank computes the update of a matrix and holds its momentum."""
-        return self._of(matrix).owned
+        return self.of(matrix).owned
 
     def counts(self, matrix: Matrix) -> bool:
         """Whether this rank is the one of the mesh that counts a matrix it has computed."""
-        route, mesh = self._of(matrix), matrix.parameter.device_mesh
+        route, mesh = self.of(matrix), matrix.parameter.device_mesh
         if not route.distributed:
             return bool(route.mesh.ranks[0] == dist.get_rank())
         coordinate = mesh.get_coordinate()
@@ -112,7 +113,7 @@ class Routes:
 
     def spread(self, matrix: Matrix) -> tuple[int, dist.ProcessGroup] | None:
         """Owner (global rank) and group of a matrix whose state one rank holds, else None."""
-        route = self._of(matrix)
+        route = self.of(matrix)
         if not route.distributed:
             return None
         assert route.lane is not None
@@ -123,7 +124,7 @@ class Routes:
         """Matrices that travel together, in the order in which every rank must take them."""
         found: dict[Any, tuple[_Route, list[Matrix]]] = {}
         for matrix in matrices:
-            route = self._of(matrix)
+            route = self.of(matrix)
             dtype = str(matrix.parameter.dtype)
             key = (route.mesh, route.dimension, route.distributed, dtype)
             found.setdefault(key, (route, []))[1].append(matrix)
@@ -131,20 +132,20 @@ class Routes:
 
     def parcel(self, matrix: Matrix) -> Parcel:
         """The parcel of a matrix that travels by parcel."""
-        parcel = self._of(matrix).parcel
+        parcel = self.of(matrix).parcel
         assert parcel is not None
         return parcel
 
 
-def _split(matrix: Matrix) -> int | None:
-    """Mesh dimension of a matrix that can travel by parcel; None if it cannot."""
+def _split(matrix: Matrix) -> tuple[int, int] | None:
+    """(mesh dimension, tensor dimension) of a matrix that can travel by parcel, else None."""
     parameter = matrix.parameter
     found = sharded_dimension(parameter)
     if found is not None:
         lane = lane_of(parameter.device_mesh, found[0])
         span = spans_of(parameter.shape[found[1]], lane)[lane.position]
         if parameter.to_local().shape[found[1]] == span.stop - span.start:
-            return found[0]
+            return found
     return None
 
 
@@ -164,17 +165,18 @@ def _warn_of_fallback(matrices: Sequence[Matrix]) -> None:
         )
 
 
-def _parcels(key: MeshKey, dimension: int, held: Sequence[Matrix]) -> dict[int, _Route]:
-    lane = lane_of(held[0].parameter.device_mesh, dimension)
-    spread = {m.name: _shape(m) for m in held if m.mode == "distributed"}
+def _parcels(
+    key: MeshKey, dimension: int, held: Sequence[tuple[Matrix, int]]
+) -> dict[int, _Route]:
+    """held: matrices with the tensor dimension that is split."""
+    lane = lane_of(held[0][0].parameter.device_mesh, dimension)
+    spread = {m.name: _shape(m) for m, _ in held if m.mode == "distributed"}
     owners = assign_owners(spread, lane.width)
     routes = {}
-    for matrix in held:
-        split = sharded_dimension(matrix.parameter)
-        assert split is not None
-        spans = spans_of(matrix.parameter.shape[split[1]], lane)
+    for matrix, dim in held:
+        spans = spans_of(matrix.parameter.shape[dim], lane)
         owner = owners.get(matrix.name, 0)
-        parcel = Parcel(matrix.name, _shape(matrix), split[1], owner, spans)
+        parcel = Parcel(matrix.name, _shape(matrix), dim, owner, spans)
         routes[id(matrix.parameter)] = _Route(key, dimension, lane, parcel, matrix.name in owners)
     return routes
 
@@ -271,19 +273,15 @@ def step(
         else:
             for bucket, full, _ in deliveries:
                 updates = computed(bucket, full)
-                applied(bucket, {m.name: _own(route, m, updates) for m in bucket if updates})
+                applied(bucket, {m.name: _own(routes, m, updates) for m in bucket if updates})
     return failure.error
 
 
-def _own(route: _Route, matrix: Matrix, updates: Full) -> torch.Tensor:
+def _own(routes: Routes, matrix: Matrix, updates: Full) -> torch.Tensor:
     """This rank's shard of an update that it has as a whole."""
-    update = updates[matrix.name]
-    if route.lane is not None:
-        span_source = sharded_dimension(matrix.parameter)
-        assert span_source is not None
-        spans = spans_of(matrix.parameter.shape[span_source[1]], route.lane)
-        span = spans[route.lane.position]
-        return update.narrow(span_source[1], span.start, span.stop - span.start).contiguous()
+    update, route = updates[matrix.name], routes.of(matrix)
+    if route.lane is not None and route.parcel is not None:
+        return route.parcel.shard_of(update, route.lane.position).contiguous()
     mesh, placements = matrix.parameter.device_mesh, matrix.parameter.placements
     return distribute_tensor(update, mesh, placements, src_data_rank=None).to_local().contiguous()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gefen.codebook import counter_uniform
-from gefen.kernels.flat import edited, load, rectangles
+from gefen.flat import edited, load, rectangles
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
 
 CHUNK = 1 << 18
@@ -100,7 +100,7 @@ def matrix_step(
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
             grad = load(cautious, start, stop, scratch.take("grad", stop - start))
-            step = step * (step * grad > 0) / share
+            step = _masked(step, grad, share)
         with edited(param, start, stop, scratch.take("param", stop - start)) as values:
             _decay(values, weight_decay, param.dtype)
             values.add_(step, alpha=-lr)
@@ -109,8 +109,11 @@ def matrix_step(
 def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The masked and scaled update that a cautious :func:`matrix_step` takes, in ``dtype``."""
     share = _agreeing_share(update, grad, Scratch(dtype, update.device))
-    step = update.to(dtype)
-    return step * (step * grad.to(dtype) > 0) / share
+    return _masked(update.to(dtype), grad.to(dtype), share)
+
+
+def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+    return step * (step * grad > 0) / share
 
 
 def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:

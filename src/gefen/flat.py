@@ -52,6 +52,13 @@ def load(tensor: Tensor, start: int, stop: int, buffer: Tensor) -> Tensor:
     return buffer
 
 
+def flat_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """The elements as a 1-D tensor: a view where the layout allows it, else a copy of them."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    return load(tensor, start, stop, tensor.new_empty(stop - start))
+
+
 @contextmanager
 def edited(tensor: Tensor, start: int, stop: int, buffer: Tensor) -> Iterator[Tensor]:
     """What :func:`load` gives, to be changed in place; written back, rounded, at the end."""
