@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from gefen.errors import ShardedStepError
-
 COLLECTIVES = [
     name
     for name in (
@@ -95,7 +93,7 @@ def refusal(optimizer: torch.optim.Optimizer, **arguments: Any) -> tuple[str, st
     """Kind and message of the error that every rank raises in ``step``."""
     try:
         optimizer.step(**arguments)
-    except ShardedStepError as error:
+    except RuntimeError as error:
         return type(error).__name__, str(error)
     return "", "no error"
 
