@@ -21,6 +21,14 @@ class UnsupportedFeatureError(GefenError, NotImplementedError):
     """A documented option that this version does not implement was asked for."""
 
 
+class CudaUnavailable(GefenError, RuntimeError):
+    """The CUDA kernels cannot run on a device; the message gives every reason."""
+
+
+class CudaKernelError(GefenError, RuntimeError):
+    """The driver refused to load or launch a kernel; the message has its text and the kernel."""
+
+
 class CheckpointError(GefenError, ValueError):
     """A state dict is truncated, foreign or does not match; nothing was loaded."""
 
