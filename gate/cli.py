@@ -224,27 +224,17 @@ def machine(profile: str, **given: Any) -> None:
 @click.option(
     "--repository",
     metavar="NAME",
-    help="Also require the profiles that [tool.gate.publish] in pyproject.toml names for it.",
+    help="Also require what [tool.gate.publish] in pyproject.toml names for this repository.",
 )
 def verify(
     wheels: tuple[str, ...], evidence: Path, require: tuple[str, ...], repository: str | None
 ) -> None:
     """Check that evidence exists for exactly these bytes and this test suite."""
-    required = {*require, *(profiles_for(repository) if repository is not None else ())}
+    target = policy.load(ROOT).publishing_to(repository) if repository is not None else None
+    required = {*require, *(target.profiles if target else ())}
     for verified in verify_evidence(wheels, evidence, sorted(required)):
         profiles = ", ".join(sorted(verified.profiles))
         click.echo(f"{verified.filename}  sha256 {verified.sha256}  passed: {profiles}")
-
-
-def profiles_for(repository: str) -> tuple[str, ...]:
-    """Return the profiles that a release to ``repository`` needs evidence for."""
-    known = policy.load(ROOT).publish
-    if repository not in known:
-        raise UsageFailure(
-            f"--repository {repository!r} has no entry in [tool.gate.publish].",
-            next_step=f"known are {', '.join(known)}",
-        )
-    return known[repository]
 
 
 def verify_evidence(

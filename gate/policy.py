@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.utils import canonicalize_name
 
@@ -49,20 +50,62 @@ class AuditPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublishPolicy:
+    """What a package index requires of the evidence on a wheel.
+
+    Attributes:
+        profiles: each of them must have passed; with none, any one is enough.
+        signers: if there are any, only statements that one of them signed count.
+        url: where uploads go.
+        index: the simple index (PEP 503, PEP 691) that shows what was uploaded, or None.
+    """
+
+    profiles: tuple[str, ...] = ()
+    signers: tuple[str, ...] = ()
+    url: str
+    index: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """The whole of ``[tool.gate]``.
 
     Attributes:
         audits: what the audit asks, by normalised name of the distribution.
-        publish: the profiles whose evidence a package index requires, by the index's name.
+        publish: what package indexes require, by the name that ``--repository`` gives them.
     """
 
     audits: Mapping[str, AuditPolicy] = field(default_factory=dict)
-    publish: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    publish: Mapping[str, PublishPolicy] = field(default_factory=dict)
 
     def audit_of(self, distribution: str) -> AuditPolicy | None:
         """The policy of a distribution; None where only the generic checks apply."""
         return self.audits.get(canonicalize_name(distribution))
+
+    def publishing_to(self, repository: str) -> PublishPolicy:
+        """What ``repository`` requires: the name of an index, or the URL that uploads go to.
+
+        A URL on the host of a named index gets that index's requirements, however it is spelt.
+        Any other URL requires evidence, of whatever profile.
+
+        Raises:
+            UsageFailure: it is neither a known name nor a URL.
+        """
+        if repository in self.publish:
+            return self.publish[repository]
+        if (host := _host(repository)) is None:
+            raise UsageFailure(
+                f"--repository {repository!r} has no entry in [tool.gate.publish].",
+                next_step=f"known are {', '.join(self.publish) or 'none'}; a URL works as well",
+            )
+        named = [p for p in self.publish.values() if host in (_host(p.url), _host(p.index or ""))]
+        # dict.fromkeys: each once, in order.
+        return PublishPolicy(
+            profiles=tuple(dict.fromkeys(name for p in named for name in p.profiles)),
+            signers=tuple(dict.fromkeys(name for p in named for name in p.signers)),
+            url=repository,
+            index=next((p.index for p in named if p.index), None),
+        )
 
 
 def load(root: Path) -> Policy:
@@ -87,7 +130,7 @@ def load(root: Path) -> Policy:
     publish = _table(gate, "publish", "tool.gate")
     return Policy(
         audits={canonicalize_name(name): _audit(audits, name) for name in audits},
-        publish={name: _profiles(publish, name) for name in publish},
+        publish={name: _publish(publish, name) for name in publish},
     )
 
 
@@ -95,9 +138,7 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
     where = f"tool.gate.audit.{name}"
     table = _table(audits, name, "tool.gate.audit")
     known = {"package", "resources", "cuda-archs", "max-bytes", "entry-points", "source", "built"}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise _bad(f"{where}.{unknown[0]}", f"unknown key; known are {', '.join(sorted(known))}")
+    _known(table, known, where)
     package, source = table.get("package"), table.get("source")
     max_bytes = table.get("max-bytes")
     archs = _strings(table, "cuda-archs", where)
@@ -121,15 +162,45 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
     )
 
 
-def _profiles(publish: dict[str, Any], name: str) -> tuple[str, ...]:
-    profiles = _strings(publish, name, "tool.gate.publish")
+def _publish(publish: dict[str, Any], name: str) -> PublishPolicy:
     where = f"tool.gate.publish.{name}"
+    table = _table(publish, name, "tool.gate.publish")
+    _known(table, {"profiles", "signers", "url", "index"}, where)
+    profiles = _strings(table, "profiles", where)
     if not profiles:
-        raise _bad(where, "must name at least one profile; publishing needs evidence")
+        raise _bad(f"{where}.profiles", "names no profile; publishing needs evidence")
     for profile in profiles:
         if profile not in PROFILES:
-            raise _bad(where, f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
-    return profiles
+            known = ", ".join(PROFILES)
+            raise _bad(f"{where}.profiles", f"unknown profile {profile!r}; known are {known}")
+    url, index = table.get("url"), table.get("index")
+    for key, value in (("url", url), ("index", index)):
+        if (key == "url" or value is not None) and _host(value) is None:
+            raise _bad(f"{where}.{key}", f"must be an https:// URL, not {value!r}")
+    return PublishPolicy(
+        profiles=profiles,
+        signers=_strings(table, "signers", where),
+        url=str(url),
+        index=index,
+    )
+
+
+def _host(url: Any) -> str | None:
+    """The host of a URL that is safe to upload to: encrypted, or on this machine."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").rstrip(".")
+    except (ValueError, AttributeError, TypeError):
+        return None
+    local = host in ("localhost", "127.0.0.1", "::1")
+    fits = parts.scheme == "https" or (parts.scheme == "http" and local)
+    # Others write the same host in letters that only a name server understands.
+    return host if isinstance(url, str) and host and host.isascii() and fits else None
+
+
+def _known(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := sorted(set(table) - known):
+        raise _bad(f"{where}.{unknown[0]}", f"unknown key; known are {', '.join(sorted(known))}")
 
 
 def _table(parent: dict[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -19,13 +19,22 @@ built = ["gefen/kernels/cubin/*"]
 """
 
 
+PUBLISH = """
+[tool.gate.publish.pypi]
+profiles = ["cpu", "gpu"]
+signers = ["ada@example.org"]
+url = "https://upload.pypi.org/legacy/"
+index = "https://pypi.org/simple/"
+"""
+
+
 def load(tmp_path: Path, text: str) -> policy.Policy:
     (tmp_path / "pyproject.toml").write_text(text)
     return policy.load(tmp_path)
 
 
 def test_all_keys_are_read(tmp_path: Path) -> None:
-    read = load(tmp_path, AUDIT + '[tool.gate.publish]\npypi = ["cpu", "gpu"]\n')
+    read = load(tmp_path, AUDIT + PUBLISH)
     audit = read.audit_of("gefen.cuda")
     assert audit == policy.AuditPolicy(
         package="gefen",
@@ -37,7 +46,14 @@ def test_all_keys_are_read(tmp_path: Path) -> None:
         built=("gefen/kernels/cubin/*",),
     )
     assert read.audit_of("gefen-x") is None
-    assert read.publish == {"pypi": ("cpu", "gpu")}
+    assert read.publish == {
+        "pypi": policy.PublishPolicy(
+            profiles=("cpu", "gpu"),
+            signers=("ada@example.org",),
+            url="https://upload.pypi.org/legacy/",
+            index="https://pypi.org/simple/",
+        )
+    }
 
 
 def test_the_repository_has_a_policy() -> None:
@@ -67,9 +83,15 @@ def test_a_repository_without_a_policy(tmp_path: Path) -> None:
         ("[tool.gate]\naudit = 3\n", "tool.gate.audit", "must be a table"),
         ("[tool.gate.audit]\nx = 3\n", "tool.gate.audit.x", "must be a table"),
         ("tool = 3\n", "tool.gate", "must be a table"),
-        ("[tool.gate.publish]\npypi = []\n", "publish.pypi", "at least one profile"),
-        ("[tool.gate.publish]\npypi = ['tpu']\n", "publish.pypi", "unknown profile 'tpu'"),
-        ("[tool.gate.publish]\npypi = 'cpu'\n", "publish.pypi", "a list of strings"),
+        (PUBLISH.replace('"cpu", "gpu"', ""), "publish.pypi.profiles", "names no profile"),
+        (PUBLISH.replace("cpu", "tpu"), "publish.pypi.profiles", "unknown profile 'tpu'"),
+        (PUBLISH.replace('["cpu", "gpu"]', '"cpu"'), "publish.pypi.profiles", "list of strings"),
+        (PUBLISH.replace('["ada@example.org"]', "[1]"), "publish.pypi.signers", "list of strings"),
+        (PUBLISH.replace("signers", "singers"), "publish.pypi.singers", "unknown key; known are"),
+        (PUBLISH.replace("url", "#"), "publish.pypi.url", "must be an https:// URL, not None"),
+        (PUBLISH.replace("https", "http", 1), "publish.pypi.url", "https:// URL, not 'http:"),
+        (PUBLISH.replace('"https://pypi.org/simple/"', "3"), "publish.pypi.index", "not 3"),
+        ('[tool.gate.publish]\npypi = ["cpu"]\n', "tool.gate.publish.pypi", "must be a table"),
         ("[tool\n", "", "is not valid TOML"),
     ],
 )
@@ -83,3 +105,39 @@ def test_mistakes_are_named(tmp_path: Path, text: str, where: str, why: str) -> 
 def test_no_pyproject(tmp_path: Path) -> None:
     with pytest.raises(UsageFailure, match="No such file"):
         policy.load(tmp_path)
+
+
+def test_a_url_cannot_evade_the_policy_of_its_index(tmp_path: Path) -> None:
+    read = load(tmp_path, PUBLISH)
+    for url in (
+        "https://upload.pypi.org/legacy/",
+        "https://UPLOAD.pypi.org.:443/legacy",
+        "https://name:word@upload.pypi.org/other",
+        "https://pypi.org/legacy/",
+    ):
+        target = read.publishing_to(url)
+        assert (target.profiles, target.signers) == (("cpu", "gpu"), ("ada@example.org",))
+        assert target.url == url
+    assert read.publishing_to("pypi") == read.publish["pypi"]
+
+
+def test_any_other_url_needs_evidence_of_some_profile(tmp_path: Path) -> None:
+    for url in ("https://pypi.example.org/", "http://127.0.0.1:8080/", "http://[::1]:1/"):
+        target = load(tmp_path, PUBLISH).publishing_to(url)
+        assert target == policy.PublishPolicy(url=url)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipy",
+        "",
+        "http://upload.pypi.org/",
+        "https://",
+        "ftp://x/",
+        "https://upload\u3002pypi.org/",
+    ],
+)
+def test_an_unknown_repository(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageFailure, match=r"has no entry in \[tool.gate.publish\]"):
+        load(tmp_path, PUBLISH).publishing_to(name)
