@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Threads of each block, in every kernel."""
+"""Threads of each block, in every kernel: THREADS in platform.cuh."""
 
 
 class Driver(Protocol):
@@ -21,3 +22,11 @@ class Driver(Protocol):
         Raises:
             CudaKernelError: there is no such kernel, or the launch was refused.
         """
+
+
+def probe(driver: Driver, device: torch.device | str, items: int = 1000) -> bool:
+    """Whether a kernel that squares numbers does so on ``device``."""
+    out = torch.zeros(items, dtype=torch.int64, device=device)
+    table = torch.tensor([out.data_ptr()], dtype=torch.int64, device=device)
+    driver.launch("probe", 2, table, items)
+    return torch.equal(out.cpu(), torch.arange(items) ** 2)
