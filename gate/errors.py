@@ -14,6 +14,7 @@ EXIT_CODES = {
     3: "this machine or environment cannot run the gate",
     4: "the wheel was rejected by the audit",
     5: "evidence is missing, stale or altered",
+    6: "the package index refused, or holds other bytes",
     130: "interrupted by Ctrl-C; 128 + n by signal n",
 }
 
@@ -101,6 +102,18 @@ class EvidenceRejected(_Listing):
     """Evidence is missing, stale or does not match the bytes."""
 
     exit_code = 5
+
+
+class IndexRefused(_Listing):
+    """A package index refused an upload or a question, or holds other bytes."""
+
+    exit_code = 6
+
+
+class IndexFailing(IndexRefused):
+    """A package index answered with an error of its own; it may work later."""
+
+    exit_code = 6
 
 
 class Interrupted(GateError):
