@@ -25,6 +25,7 @@ from gefen.parameters import (
     named,
     slots,
 )
+from gefen.scaling import forgotten_on_failure, refuse_controls
 from gefen.state import (
     CODEBOOK,
     GLOBAL_STEP,
@@ -360,14 +361,16 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
     """Step all halves, once all of them and all ranks are ready; return the closure's value."""
     halves: Sequence[Any] = optimizer._halves()
-    agreement = optimizer._agreement()
-    if agreement is not None:
-        return agreement.step(optimizer, halves, partial(evaluate, closure))
-    loss = evaluate(closure)
-    plans = [half._prepare(half._collect()) for half in halves]
-    for half, plan in zip(halves, plans, strict=True):
-        half._commit(plan)
-    return loss
+    with forgotten_on_failure(optimizer):
+        agreement = optimizer._agreement()
+        if agreement is not None:
+            return agreement.step(optimizer, halves, partial(evaluate, closure))
+        refuse_controls(optimizer)
+        loss = evaluate(closure)
+        plans = [half._prepare(half._collect()) for half in halves]
+        for half, plan in zip(halves, plans, strict=True):
+            half._commit(plan)
+        return loss
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:

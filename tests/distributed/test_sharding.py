@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gefen import Gefen, GefenMuon, GefenMuonHybrid
+from gefen.errors import ShardedStepError
 
 
 def local_slices(rank: int, world: int, kind: str) -> list[str]:
@@ -230,7 +231,6 @@ def failing_unscaled(rank: int, world: int, mode: str, good_steps: int) -> list[
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
     told = [refusal(optimizer)]
     optimizer._prepare = real  # type: ignore[method-assign]
-    del optimizer.grad_scale, optimizer.found_inf
     optimizer.load_state_dict(saved)
     train(optimizer, params, place, range(1, 2))
     return told
@@ -282,3 +282,106 @@ def test_the_mode_of_a_hybrids_groups_decides(ranks: RankPool, added: bool) -> N
             for step, wanted_step in zip(calls, wanted_calls, strict=True):
                 assert step.count("all_reduce") == wanted_step.count("all_reduce")
                 assert bool(step) is (meant == "exact")
+
+
+def given(params: dict[str, nn.Parameter], place: Any, scale: float) -> None:
+    for name, param in params.items():
+        full = gradient(name, 1)
+        assert full is not None
+        param.grad = place(name, full * scale)
+
+
+def attempt(scaler: torch.amp.GradScaler, optimizer: Any) -> str:
+    try:
+        scaler.step(optimizer)
+    except ShardedStepError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def refused_under_a_scaler(rank: int, world: int, mode: str, fault: str) -> list[str]:
+    """A scaled step is refused, corrected and taken; a plain optimizer takes it alone.
+
+    The scale is no power of two, so that dividing by it rounds.
+    """
+    place = layout("rows", world)
+    params, plain = parameters(place), parameters(place)
+    matrices, rest = list(params.items())[:3], list(params.items())[3:]
+    optimizer = GefenMuonHybrid(matrices, rest, lr=0.02, sharded_mode=mode)
+    other = GefenMuonHybrid(
+        list(plain.items())[:3], list(plain.items())[3:], lr=0.02, sharded_mode=mode
+    )
+    scaler, alone_scaler = (torch.amp.GradScaler("cpu", init_scale=6.0) for _ in range(2))
+    for each in (scaler, alone_scaler):
+        each.scale(torch.ones(()))
+    told = []
+    given(params, place, 6.0)
+    before = contents(optimizer, params)
+    if fault == "gradient":
+        kept, params["a"].grad = params["a"].grad, params["a"].grad if rank else None
+        told.append(attempt(scaler, optimizer))
+        params["a"].grad = kept
+    elif fault == "setting":
+        optimizer.param_groups[0]["lr"] = 0.02 + rank
+        told.append(attempt(scaler, optimizer))
+        optimizer.param_groups[0]["lr"] = 0.02
+    else:
+        assert optimizer.muon is not None
+        real = optimizer.muon._survey
+        if rank == 1:
+            optimizer.muon._survey = failing_survey(real)  # type: ignore[method-assign]
+        told.append(attempt(scaler, optimizer))
+        optimizer.muon._survey = real  # type: ignore[method-assign]
+    assert same(before, contents(optimizer, params))
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    told.append(attempt(scaler, optimizer))
+    given(plain, place, 6.0)
+    told.append(attempt(alone_scaler, other))
+    assert same(contents(optimizer, params), contents(other, plain))
+    return told
+
+
+def failing_survey(real: Any) -> Any:
+    def survey(plan: Any, failure: Any, first: bool) -> Any:
+        failure.keep(raising, None)
+        return real(plan, failure, first)
+
+    return survey
+
+
+def raising() -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("gradient", "GradientPresenceError"),
+        ("setting", "HyperparameterMismatchError"),
+        ("survey", "PeerFailureError"),
+    ],
+)
+def test_a_refused_scaled_step_leaves_nothing_behind(
+    ranks: RankPool, mode: str, fault: str, kind: str
+) -> None:
+    for told in ranks.run(refused_under_a_scaler, 2, mode, fault):
+        assert told == [kind, "no error", "no error"]
+
+
+def unscaled_bits(rank: int, world: int) -> None:
+    """A scaled step has the bits that a scaler gives one process."""
+    place = layout("rows", world)
+    params, lonely = parameters(place), parameters(alone)
+    for mine, where in ((params, place), (lonely, alone)):
+        given(mine, where, 7.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=7.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(GefenMuon(mine.items(), lr=0.02))
+    for name, param in params.items():
+        assert torch.equal(whole(param.grad), lonely[name].grad), name
+        assert torch.equal(whole(param.detach()), lonely[name]), name
+
+
+def test_scaled_steps_have_the_bits_of_one_process(ranks: RankPool) -> None:
+    ranks.run(unscaled_bits, 2)

@@ -17,9 +17,10 @@ from gefen.distributed import consolidate, stepping
 from gefen.distributed.mesh import Channel, channel_of
 from gefen.distributed.preflight import Member, Preflight
 from gefen.distributed.stepping import Matrix, Routes
-from gefen.errors import InvalidArgumentError, PeerFailureError, UnsupportedParameterError
+from gefen.errors import PeerFailureError, UnsupportedParameterError
 from gefen.kernels.reference import agreeing
 from gefen.parameters import is_shared, local, slots
+from gefen.scaling import Unscaling, has_overflowed
 from gefen.state import (
     CODEBOOK,
     INDEX,
@@ -67,7 +68,7 @@ class Agreement:
         loss, failure, overflow = None, None, False
         try:
             loss = evaluate()
-            overflow = _has_overflowed(owner)
+            overflow = has_overflowed(owner)
             plans = [half._prepare(half._collect()) for half in halves]
         except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
             failure = error
@@ -81,9 +82,7 @@ class Agreement:
             failure=failure,
         )
         if agreed.active and not agreed.skip:
-            if getattr(owner, "grad_scale", None) is not None:
-                plans, failure = _unscaled(halves, plans, owner.grad_scale)
-            self._change(halves, plans, agreed.survey, failure)
+            self._change(owner, halves, plans, agreed.survey)
         return loss
 
     def _listed(self, halves: Sequence[Any]) -> list[Member]:
@@ -116,15 +115,18 @@ class Agreement:
         ]
 
     def _change(
-        self,
-        halves: Sequence[Any],
-        plans: Sequence[Any],
-        survey: bool,
-        failure: Exception | None,
+        self, owner: Any, halves: Sequence[Any], plans: Sequence[Any], survey: bool
     ) -> None:
-        """failure: this rank's error since the agreement; it keeps up the exchanges even so."""
+        """A rank that fails from now on keeps up the exchanges even so."""
+        unscaling = Unscaling(owner, revocable=survey)
+        plans, failure = _replanned(unscaling, halves, plans)
         if survey:
-            plans = self._survey(halves, plans, failure)
+            try:
+                plans = self._survey(halves, plans, failure)
+            except BaseException:
+                unscaling.revoke()
+                raise
+            unscaling.settle()
         for half, plan in zip(halves, plans, strict=True):
             try:
                 half._commit(plan, active=True)
@@ -167,28 +169,16 @@ class Agreement:
         self._broken = None
 
 
-def _has_overflowed(owner: Any) -> bool:
-    """Whether this rank's gradient scaler, if there is one, found an infinity."""
-    found = getattr(owner, "found_inf", None)
-    if found is None and getattr(owner, "grad_scale", None) is not None:
-        raise InvalidArgumentError(
-            "grad_scale is set without found_inf: step through torch.amp.GradScaler.step()"
-        )
-    return found is not None and bool(local(torch.as_tensor(found)) > 0)
-
-
-def _unscaled(
-    halves: Sequence[Any], plans: Sequence[Any], scale: Tensor
+def _replanned(
+    unscaling: Unscaling, halves: Sequence[Any], plans: Sequence[Any]
 ) -> tuple[Sequence[Any], Exception | None]:
-    """Divide the gradients by ``scale``; plans for them, or the given ones and the error."""
+    """Plans for unscaled gradients where they come scaled; the given ones and the error."""
     try:
-        factor = float(local(scale))
-        for slot in (slot for half in halves for slot in slots(half.param_groups)):
-            if slot.param.grad is not None:
-                local(slot.param.grad).div_(factor)
-        return [half._prepare(half._collect()) for half in halves], None
+        if unscaling.apply([group for half in halves for group in half.param_groups]):
+            plans = [half._prepare(half._collect()) for half in halves]
     except Exception as error:  # the other ranks are in the exchanges that follow
         return plans, error
+    return plans, None
 
 
 _RELOAD = (
@@ -196,8 +186,7 @@ _RELOAD = (
     "and of this optimizer before the next step()."
 )
 _AGAIN = (
-    "No parameter and no state was changed on any rank; correct it, compute the gradients anew "
-    "and call step() again."
+    "No parameter, gradient or state was changed on any rank; correct it and call step() again."
 )
 
 
