@@ -278,6 +278,41 @@ def run_case(rank: int, world: int, builder: str) -> Any:
     return told or None
 
 
+GRAPHS: dict[str, list[tuple[int, ...]]] = {
+    "pair": [(0, 1), (1, 2)],
+    "ring of three": [(0, 1), (0, 2), (1, 2)],
+    "one within another": [(0, 1, 2), (1, 2)],
+    "ring of four": [(0, 1), (0, 3), (1, 2), (2, 3)],
+    "chain": [(0, 1), (1, 2), (2, 3)],
+    "star": [(0, 1), (0, 2), (0, 3)],
+}
+
+
+def fault_on_each_mesh(rank: int, world: int, graph: str) -> list[tuple[str, str]]:
+    """On each mesh in turn, its lowest rank has swapped the two parameters."""
+    meshes = [mesh_over(*ranks) for ranks in GRAPHS[graph]]
+    named = {f"w{i}.{j}": weight(m) for i, m in enumerate(meshes) for j in range(2)}
+    good = members("exact", named)
+    preflight, told = Preflight(), []
+    for first, fault in [(True, i) for i in range(len(meshes))] + [(False, 0)]:
+        swap = {f"w{fault}.0": f"w{fault}.1", f"w{fault}.1": f"w{fault}.0"}
+        faulty = rank == GRAPHS[graph][fault][0]
+        broken = sorted(good, key=lambda m, s=swap: s.get(m.name, m.name)) if faulty else good
+        preflight = Preflight() if first else preflight
+        told.append(refusal(preflight, broken))
+        assert not preflight.agree(good).skip
+    return told
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_fault_on_any_mesh_reaches_every_rank(ranks: RankPool, graph: str) -> None:
+    world = 1 + max(max(group) for group in GRAPHS[graph])
+    for fault, told in enumerate(zip(*ranks.run(fault_on_each_mesh, world, graph), strict=True)):
+        assert len(set(told)) == 1, told
+        assert told[0][0] == "ParameterOrderError", told[0]
+        assert f"'w{fault % len(GRAPHS[graph])}.0'" in told[0][1]
+
+
 def all_missing_everywhere(rank: int, world: int) -> None:
     preflight, mine = Preflight(), one_mesh("exact", world)
     assert not preflight.agree(without_grad(mine)).skip
@@ -352,7 +387,7 @@ def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
     return counter.take()
 
 
-def test_a_chain_costs_its_diameter_per_group(ranks: RankPool) -> None:
+def test_a_chain_costs_its_rounds_per_group(ranks: RankPool) -> None:
     counted = ranks.run(count_chain, 4)
     assert [len(calls) for calls in counted] == [3, 6, 6, 3]
     assert {call for calls in counted for call in calls} == {("all_reduce", 80)}
@@ -410,17 +445,17 @@ def topology_changes(rank: int, world: int) -> list[int]:
     early = members("exact", {f"w{i}": weight(m) for i, m in enumerate(meshes[:2])})
     late = members("exact", {f"w{i}": weight(m) for i, m in enumerate(meshes)})
     preflight = Preflight()
-    diameters = []
+    rounds = []
     for mine in (early, early, late, late):
         assert not preflight.agree(mine).skip
         assert preflight.topology is not None
-        diameters.append(preflight.topology.diameter)
+        rounds.append(preflight.topology.rounds)
     for forgetful in range(world):
         preflight = Preflight() if rank == forgetful else preflight
         assert not preflight.agree(late).skip
         assert preflight.topology is not None
-        diameters.append(preflight.topology.diameter)
-    return diameters
+        rounds.append(preflight.topology.rounds)
+    return rounds
 
 
 def test_the_topology_is_learned_again_when_groups_change(ranks: RankPool) -> None:

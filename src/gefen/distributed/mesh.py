@@ -2,8 +2,8 @@
 
 Two ranks that share a process group may wait on each other. The graph whose nodes are ranks and
 whose edges are shared groups therefore decides who must agree before a step: a connected
-component. A fact known to one rank reaches all of them in as many rounds as the component's
-diameter, when in each round every rank visits its groups once.
+component. In each round every rank visits its groups once, all in one order; a fact known to one
+rank, or found out by one group, reaches all of them in :func:`rounds_needed` rounds.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Channel:
 
 @dataclass(frozen=True)
 class Topology:
-    """The connected component of this rank: its ranks, and its diameter in hops."""
+    """The connected component of this rank: its ranks, and the rounds that reach all of it."""
 
     groups: frozenset[GroupKey]
     ranks: tuple[int, ...]
-    diameter: int
+    rounds: int
 
 
 def mesh_channels(mesh: DeviceMesh) -> list[Channel]:
@@ -183,21 +183,21 @@ def flood(
 def discover(channels: Sequence[Channel], rank: int) -> Topology:
     """Learn this rank's connected component. Collective over all ranks of the component.
 
-    A rank whose picture is closed knows the diameter, and with it how many more rounds the
-    others need; every rank takes part in exactly that many.
+    A rank whose picture is closed knows how many rounds the component needs; every rank takes
+    part in exactly that many.
     """
     groups = [[pack_ranks(channel.key.ranks), channel.key.name] for channel in channels]
     known: dict[str, Any] = {str(rank): groups}
-    rounds = 0
+    done = 0
     while True:
         known = exchange(channels, known, "learning which ranks step together")
-        rounds += 1
+        done += 1
         links = {int(r): [_unpack_ranks(g[0]) for g in mine] for r, mine in known.items()}
         if _closed(links):
             break
-    diameter = _diameter(links)
-    flood(channels, diameter - rounds, known, "learning which ranks step together")
-    return Topology(frozenset(c.key for c in channels), tuple(sorted(links)), diameter)
+    rounds = rounds_needed(links)
+    flood(channels, rounds - done, known, "learning which ranks step together")
+    return Topology(frozenset(c.key for c in channels), tuple(sorted(links)), rounds)
 
 
 def pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, int]:
@@ -218,15 +218,23 @@ def _closed(links: Mapping[int, Sequence[Sequence[int]]]) -> bool:
     return all(rank in links for groups in links.values() for group in groups for rank in group)
 
 
-def _diameter(links: Mapping[int, Sequence[tuple[int, ...]]]) -> int:
-    if all(groups == [tuple(sorted(links))] for groups in links.values()):
-        return 1
-    return max(_eccentricity(rank, links) for rank in links)
+def rounds_needed(links: Mapping[int, Sequence[tuple[int, ...]]]) -> int:
+    """Rounds in which whatever one group finds out reaches every rank of a component.
+
+    links: for each rank the groups that it is in. A group's members find out together when they
+    visit it in the first round, by when they may have visited all their other groups: from the
+    second round on a fact spreads by at least one group a round. Hence 1 + the greatest distance
+    of a rank from a group. What a single rank knows beforehand takes no longer. The diameter of
+    the ranks alone would be too few rounds on a ring of three, or for a group within another.
+    """
+    groups = {group for held in links.values() for group in held}
+    return 1 + max(_farthest(group, links) for group in groups)
 
 
-def _eccentricity(start: int, links: Mapping[int, Sequence[tuple[int, ...]]]) -> int:
-    seen, border, hops = {start}, [start], 0
-    visited: set[tuple[int, ...]] = set()
+def _farthest(start: tuple[int, ...], links: Mapping[int, Sequence[tuple[int, ...]]]) -> int:
+    """Hops from the nearest member of ``start`` to the farthest rank."""
+    seen, border, hops = set(start), list(start), 0
+    visited = {start}
     while True:
         fresh = {group for rank in border for group in links[rank]} - visited
         visited |= fresh

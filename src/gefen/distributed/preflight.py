@@ -1,8 +1,8 @@
 """Agreement before a sharded step: all ranks that could wait on each other step, or none does.
 
 Every rank hashes what it is about to do; one all_reduce(MAX) of ``[hash, -hash, flags]`` per
-process group and round shows whether all members agree, whatever the number of parameters. As
-many rounds as the component's diameter carry a flag to every rank of it. Only a disagreement
+process group and round shows whether all members agree, whatever the number of parameters. The
+component's number of rounds carries a flag to every rank of it. Only a disagreement
 costs more: then details are gathered, and every rank raises the same error.
 """
 
@@ -33,7 +33,7 @@ from gefen.parameters import is_shared
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_FINGERPRINT, _FINGERPRINT_NEGATED, _DIAMETER, _DIAMETER_NEGATED = range(4)
+_FINGERPRINT, _FINGERPRINT_NEGATED, _ROUNDS, _ROUNDS_NEGATED = range(4)
 _FLAGS = 4
 _NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
 
@@ -184,23 +184,23 @@ class Preflight:
     def _rounds(self, digests: Mapping[tuple[int, ...], bytes], flags: _Flags) -> _Flags:
         """Run the rounds and return the flags that any rank of the component raised.
 
-        A rank that does not know the diameter learns it from the vector; the members of a group
-        see the same vectors, so they agree on the number of rounds in it.
+        A rank that does not know the number of rounds learns it from the vector; the members of
+        a group see the same vectors, so they agree on it.
         """
         prints = {c: _fingerprint(digests[r] for r in sets) for c, sets in self._channels.items()}
-        diameter = self._topology.diameter if self._topology is not None else 0
+        known = self._topology.rounds if self._topology is not None else 0
         rounds = dict.fromkeys(self._channels, 1)
         done = 0
         while active := [c for c in self._channels if rounds[c] > done]:
             for channel in active:
                 mark = prints[channel]
-                seen = _reduce(channel, [mark, -mark, diameter, -diameter, *map(int, flags)])
+                seen = _reduce(channel, [mark, -mark, known, -known, *map(int, flags)])
                 flags = _Flags(*map(bool, seen[_FLAGS:]))
                 flags = flags._replace(
                     fault=flags.fault or seen[_FINGERPRINT] != -seen[_FINGERPRINT_NEGATED],
-                    relearn=flags.relearn or seen[_DIAMETER] != -seen[_DIAMETER_NEGATED],
+                    relearn=flags.relearn or seen[_ROUNDS] != -seen[_ROUNDS_NEGATED],
                 )
-                rounds[channel] = max(rounds[channel], seen[_DIAMETER])
+                rounds[channel] = max(rounds[channel], seen[_ROUNDS])
             done += 1
         return flags
 
@@ -216,7 +216,7 @@ class Preflight:
             self._fault,
             failure,
         )
-        spread = (self.channels, self._topology.diameter)
+        spread = (self.channels, self._topology.rounds)
         summaries = flood(*spread, {str(rank): summary}, "finding out what differs")
         wanted = diagnosis.units_to_describe(summaries, rank)
         mine = {

@@ -314,14 +314,14 @@ def total_over_component(
     counts: torch.Tensor, channels: Sequence[Channel], topology: Topology
 ) -> torch.Tensor:
     """Add int64 counts of all ranks of the component. Collective."""
-    if len(channels) == 1 and topology.diameter == 1:
+    if len(channels) == 1 and topology.rounds == 1:
         channel = channels[0]
         total = counts.to(channel.device, copy=True)
         with peers_expected(channel, "learning the codebook"):
             dist.all_reduce(total, group=channel.group)
         return total.to(counts.device)
     rank = str(dist.get_rank())
-    known = flood(channels, topology.diameter, {rank: counts.tolist()}, "learning the codebook")
+    known = flood(channels, topology.rounds, {rank: counts.tolist()}, "learning the codebook")
     return torch.tensor([known[r] for r in sorted(known)], device=counts.device).sum(dim=0)
 
 
@@ -338,7 +338,7 @@ def close(
     raised everywhere, with ``error`` as its cause on the rank that had it.
     """
     failed = int(error is not None)
-    for _ in range(topology.diameter):
+    for _ in range(topology.rounds):
         for channel in channels:
             mine = torch.tensor([failed], dtype=torch.int64, device=channel.device)
             seen = mine.new_empty(len(channel.key.ranks))
@@ -348,6 +348,6 @@ def close(
     if not failed:
         return
     mine_text = {} if error is None else {str(dist.get_rank()): f"{type(error).__name__}: {error}"}
-    texts = flood(channels, topology.diameter, mine_text, purpose)
+    texts = flood(channels, topology.rounds, mine_text, purpose)
     lines = [f"rank {rank} failed with {texts[rank]}" for rank in sorted(texts, key=int)]
     raise PeerFailureError(f"A rank failed {purpose}: {'; '.join(lines)}. {advice}") from error
