@@ -27,8 +27,9 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("--quiet", *PINS, *requirements, env=NEUTRAL)
 
 
-COMMANDS = ("run", "inspect", "machine", "verify", "build")
+COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build")
 GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
+NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
 
 
 def run_gate(session: nox.Session, command: str) -> None:
@@ -36,7 +37,7 @@ def run_gate(session: nox.Session, command: str) -> None:
 
     The session ends with the gate's exit status, and gives it the time to clean up.
     """
-    install(session, *GATE)
+    install(session, *GATE, NVRTC)
     env = {"GATE_INVOKED_FROM": session.invoked_from}
     named = session.posargs and session.posargs[0] in COMMANDS
     words = session.posargs if named else [command, *session.posargs]
@@ -62,7 +63,8 @@ def gate(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    install(session, *GATE, "torch", "numpy", "pytest", "pytest-xdist", "hypothesis", "editables")
+    own = ("pytest", "pytest-xdist", "hypothesis", "editables", "cuda-bindings")
+    install(session, *GATE, NVRTC, "torch", "numpy", *own)
     install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
     # One process for each core; more threads than cores would only get in each other's way.
     env = {"OMP_NUM_THREADS": "1"}
