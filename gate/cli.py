@@ -7,16 +7,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from gate import evidence, pipeline, policy, regressions
+from gate import pipeline, policy, regressions, signature
 from gate.build import build as build_wheel
 from gate.environment import torch_requirement
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
+from gate.evidence import sign_statements, suite_digest
+from gate.evidence import verify as verify_evidence
 from gate.machine import PROFILES
 from gate.pipeline import Options
 from gate.report import RUNS_PYTEST, Display, Report
@@ -34,6 +37,7 @@ EPILOG = "\n\n".join(
         "\b\nEnvironment:\n"
         "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
+        "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
         "  CUDA_VISIBLE_DEVICES, NCCL_*, NVIDIA_*, LD_LIBRARY_PATH reach the tests;\n"
         "  PYTHON*, PIP_*, VIRTUAL_ENV, CONDA_*, RANK and the like do not. Packages are taken\n"
         "  from the indexes that pip's configuration names; its other settings are ignored.",
@@ -42,6 +46,7 @@ EPILOG = "\n\n".join(
         "  python -m gate run --wheel dist --profile cpu\n"
         "  python -m gate run v0.1.0 --wheel 'dist/*.whl'\n"
         "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
+        "  python -m gate sign dist --key ~/.ssh/id_ed25519\n"
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
     ]
 )
@@ -125,6 +130,14 @@ evidence_option = click.option(
     help="Evidence folder.  [default: gate-evidence in the checkout]",
 )
 
+allowed_option = click.option(
+    "--allowed-signers",
+    type=PathOption(),
+    default=Options.allowed_signers,
+    metavar="FILE",
+    help="Whose signatures count (see ssh-keygen(1)).  [default: ci/allowed_signers]",
+)
+
 
 def with_environment_options(command: Any) -> Any:
     """Add the options that describe the clean environment."""
@@ -166,6 +179,14 @@ def gate() -> None:
     metavar="DIR",
     help="Other regression tests, to try them out: `verify` accepts only this checkout's own.",
 )
+@click.option(
+    "--sign",
+    type=PathOption(),
+    metavar="KEY",
+    envvar="GATE_SIGN",
+    help="Sign statements with this SSH key (or, by its .pub file, one of an SSH agent).",
+)
+@allowed_option
 @click.option("--no-tag-check", is_flag=True, help="Do not compare TAG with HEAD and the wheel.")
 def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
     """Gate wheels through all phases, and write evidence for those that pass.
@@ -226,28 +247,52 @@ def machine(profile: str, **given: Any) -> None:
     metavar="NAME",
     help="Also require what [tool.gate.publish] in pyproject.toml names for this repository.",
 )
+@allowed_option
 def verify(
-    wheels: tuple[str, ...], evidence: Path, require: tuple[str, ...], repository: str | None
+    wheels: tuple[str, ...],
+    evidence: Path,
+    require: tuple[str, ...],
+    repository: str | None,
+    allowed_signers: Path,
 ) -> None:
-    """Check that evidence exists for exactly these bytes and this test suite."""
+    """Check that evidence exists for these bytes and this test suite, and say who signed it."""
     target = policy.load(ROOT).publishing_to(repository) if repository is not None else None
     required = {*require, *(target.profiles if target else ())}
-    for verified in verify_evidence(wheels, evidence, sorted(required)):
+    for verified in verify_evidence(
+        locate(wheels, base=base_directory(), option="WHEEL"),
+        evidence=evidence,
+        require=sorted(required),
+        suite_digest=suite_digest(regressions.SUITE),
+        signers=target.signers if target else (),
+        allowed_signers=allowed_signers,
+    ):
         profiles = ", ".join(sorted(verified.profiles))
         click.echo(f"{verified.filename}  sha256 {verified.sha256}  passed: {profiles}")
+        for statement in verified.statements:
+            about = f"{statement.profile}, {statement.environment_id}"
+            click.echo(f"  {about}: {statement.signature()}")
 
 
-def verify_evidence(
-    wheels: Sequence[str], folder: Path, require: Sequence[str]
-) -> list[evidence.Verified]:
-    """Find the wheels and verify their evidence against the current regression suite."""
-    paths = locate(wheels, base=base_directory(), option="WHEEL")
-    return evidence.verify(
-        paths,
-        evidence=folder,
-        require=require,
-        suite_digest=evidence.suite_digest(regressions.SUITE),
+@gate.command(epilog=EPILOG)
+@click.argument("wheels", nargs=-1, required=True, metavar="WHEEL...")
+@click.option(
+    "--key",
+    type=PathOption(),
+    required=True,
+    help="SSH key to sign with, or the .pub file of one that an SSH agent holds.",
+)
+@evidence_option
+@allowed_option
+def sign(wheels: tuple[str, ...], key: Path, evidence: Path, allowed_signers: Path) -> None:
+    """Sign the statements on these wheels, once they are found to hold."""
+    signed = sign_statements(
+        locate(wheels, base=base_directory(), option="WHEEL"),
+        evidence=evidence,
+        suite_digest=suite_digest(regressions.SUITE),
+        sign=partial(signature.sign, key=key, allowed=allowed_signers, runner=Runner()),
     )
+    for path in signed:
+        click.echo(f"signed {path}")
 
 
 @gate.command(epilog=EPILOG)

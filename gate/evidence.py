@@ -10,21 +10,25 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gate import signature
 from gate.archive import printable
 from gate.errors import EnvironmentFailed, EvidenceRejected, GateError, UsageFailure
+from gate.runner import Runner
 from gate.statement import BadStatement, Statement, descriptor, document, parse
 from gate.wheels import Wheel, sha256_of
 
 FOLDER = "statements"
 SUFFIX = ".intoto.json"
-_MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255 - len(signature.SUFFIX)
 _MAX_ID = 60
 _MAX_STATEMENT_BYTES = 64 * 1024**2
+_MAX_SIGNATURE_BYTES = 64 * 1024
 _CACHES = ("__pycache__", ".pytest_cache", ".hypothesis")
 
 
@@ -72,8 +76,11 @@ def write_statement(
     files: Sequence[Path],
     started: str,
     finished: str,
+    sign: Callable[[bytes], bytes] | None = None,
 ) -> Path:
     """Write, in one step, the statement that all tests passed against a wheel.
+
+    A signature is in place before the statement is; one of an earlier statement is removed.
 
     Args:
         directory: the evidence folder.
@@ -88,6 +95,7 @@ def write_statement(
         files: reports and logs inside ``directory`` to bind by their digest.
         started: when the run began, in RFC 3339.
         finished: when it ended, in RFC 3339.
+        sign: makes the signature to put beside the statement, which is unsigned without.
 
     Returns:
         The path of the statement, below ``directory / "statements"``.
@@ -119,8 +127,16 @@ def write_statement(
         passed_tests=passed_tests,
     )
     path = statement_path(directory, wheel, profile, environment)
-    _write(path, text)
+    signed = sign(text.encode()) if sign else None
+    revoke(directory, wheel=wheel, profile=profile, environment=environment)
+    if signed:
+        _write(_signature_path(path), signed)
+    _write(path, text.encode())
     return path
+
+
+def _signature_path(statement: Path) -> Path:
+    return statement.with_name(statement.name + signature.SUFFIX)
 
 
 def _bound(directory: Path, path: Path) -> dict[str, Any]:
@@ -145,26 +161,28 @@ def statement_path(
 
 
 def revoke(directory: Path, *, wheel: Wheel, profile: str, environment: Mapping[str, Any]) -> None:
-    """Remove the statement that an earlier run left on the same wheel, profile, environment.
+    """Remove what an earlier run stated on the same wheel, profile, environment, and who signed.
 
     Raises:
         EnvironmentFailed: it is there and cannot be removed.
     """
-    path = statement_path(directory, wheel, profile, environment)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise EnvironmentFailed(f"cannot remove {path}: {error.strerror}") from error
+    statement = statement_path(directory, wheel, profile, environment)
+    for path in (statement, _signature_path(statement)):
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+        except OSError as error:
+            raise EnvironmentFailed(f"cannot remove {path}: {error.strerror}") from error
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     """Write a file so that it is there completely or not at all, even if the power fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         try:
-            with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-                file.write(text)
+            with open(handle, "wb") as file:  # noqa: PTH123 - a descriptor
+                file.write(data)
                 file.flush()
                 os.fchmod(handle, 0o644)
                 os.fsync(handle)
@@ -212,6 +230,19 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Demands:
+    """What statements must be for a wheel to be covered; see :func:`verify`."""
+
+    require: Sequence[str] = ()
+    suite_digest: str | None = None
+    signers: Sequence[str] = ()
+    signed_by: Callable[[bytes, bytes], tuple[str, ...]] = lambda _message, _signature: ()
+
+    def meets(self, statement: Statement) -> bool:
+        return not self.signers or not set(self.signers).isdisjoint(statement.signed_by)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Folder:
     """What an evidence folder holds."""
 
@@ -226,6 +257,9 @@ def verify(
     evidence: Path,
     require: Sequence[str] = (),
     suite_digest: str | None = None,
+    signers: Sequence[str] = (),
+    allowed_signers: Path = signature.ALLOWED,
+    runner: Runner | None = None,
 ) -> list[Verified]:
     """Check that the evidence folder covers exactly these bytes.
 
@@ -237,11 +271,56 @@ def verify(
         require: profiles that each wheel needs; with none, any statement is enough.
         suite_digest: digest of today's tests; statements on other tests are stale. None accepts
             all.
+        signers: only statements that one of these signed count; with none, unsigned ones do too.
+        allowed_signers: the keys of all who may sign. A signature by anyone else is refused, also
+            where none is needed.
+        runner: starts ssh-keygen, where there are signatures.
 
     Raises:
         EvidenceRejected: with one reason for each wheel that lacks evidence.
         UsageFailure: there is no wheel, or one cannot be read.
+        EnvironmentFailed: there is a signature, and no ssh-keygen.
     """
+    demands = _Demands(
+        require=require,
+        suite_digest=suite_digest,
+        signers=signers,
+        signed_by=partial(signature.signers, allowed=allowed_signers, runner=runner or Runner()),
+    )
+    return _verify(wheels, evidence, demands)
+
+
+def sign_statements(
+    wheels: Sequence[Path | Wheel],
+    *,
+    evidence: Path,
+    suite_digest: str,
+    sign: Callable[[bytes], bytes],
+) -> list[Path]:
+    """Sign all that is stated on these wheels, in place of signatures that are there.
+
+    Args:
+        wheels: as in :func:`verify`, which must accept them, their signatures aside.
+        evidence: the evidence folder.
+        suite_digest: digest of today's tests.
+        sign: makes a signature.
+
+    Returns:
+        The statements that were signed.
+
+    Raises:
+        EvidenceRejected, UsageFailure: as in :func:`verify`.
+        EnvironmentFailed: a signature cannot be written.
+    """
+    demands = _Demands(suite_digest=suite_digest)
+    verified = _verify(wheels, evidence, demands)
+    statements = [statement for wheel in verified for statement in wheel.statements]
+    for statement in statements:
+        _write(_signature_path(statement.path), sign(statement.data))
+    return [statement.path for statement in statements]
+
+
+def _verify(wheels: Sequence[Path | Wheel], evidence: Path, demands: _Demands) -> list[Verified]:
     if not wheels:
         raise UsageFailure("there is no wheel to verify")
     folder = _read_folder(evidence)
@@ -250,7 +329,7 @@ def verify(
     for wheel in wheels:
         path = wheel.path if isinstance(wheel, Wheel) else wheel
         try:
-            verified.append(_verified(wheel, folder, require, suite_digest))
+            verified.append(_verified(wheel, folder, demands))
         except BadStatement as error:
             findings.append(printable(f"{path.name}: {error.reason}"))
     if findings:
@@ -268,25 +347,23 @@ def _read_folder(evidence: Path) -> _Folder:
     broken: list[tuple[Path, BadStatement]] = []
     for path in sorted((evidence / FOLDER).glob(f"*{SUFFIX}")):
         try:
-            statements.append(parse(path, _statement_bytes(path)))
+            statements.append(parse(path, _bytes_of(path, _MAX_STATEMENT_BYTES)))
         except BadStatement as error:
             broken.append((path, error))
     statements.sort(key=lambda s: (s.profile, s.environment_id, s.path))
     return _Folder(path=evidence, statements=tuple(statements), broken=tuple(broken))
 
 
-def _statement_bytes(path: Path) -> bytes:
+def _bytes_of(path: Path, limit: int) -> bytes:
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_STATEMENT_BYTES:
+        if not path.is_file() or path.stat().st_size > limit:
             raise BadStatement("is no file of a sensible size")
         return path.read_bytes()
     except OSError as error:
         raise BadStatement(f"cannot be read: {error.strerror}") from error
 
 
-def _verified(
-    wheel: Path | Wheel, folder: _Folder, require: Sequence[str], suite: str | None
-) -> Verified:
+def _verified(wheel: Path | Wheel, folder: _Folder, demands: _Demands) -> Verified:
     """Verify one wheel; the reason against it is raised as a BadStatement."""
     names: tuple[str, ...]
     if isinstance(wheel, Wheel):
@@ -302,12 +379,29 @@ def _verified(
     for statement in mine:
         for problem in _problems(statement, folder.path, names):
             raise BadStatement(f"{statement.path.name} {problem}")
+    mine = [replace(statement, signed_by=_signed_by(statement, demands)) for statement in mine]
+    suite = demands.suite_digest
     fresh = [s for s in mine if suite is None or s.suite_digest == suite]
-    covered = {statement.profile for statement in fresh}
-    missing = [profile for profile in require if profile not in covered]
-    if missing or not fresh:
-        raise BadStatement(_not_covered(mine, fresh, missing))
-    return Verified(path=path, filename=mine[0].filename, sha256=digest, statements=tuple(fresh))
+    holding = [statement for statement in fresh if demands.meets(statement)]
+    covered = {statement.profile for statement in holding}
+    missing = [profile for profile in demands.require if profile not in covered]
+    if missing or not holding:
+        raise BadStatement(_not_covered(mine, fresh, missing, demands))
+    return Verified(path=path, filename=mine[0].filename, sha256=digest, statements=tuple(holding))
+
+
+def _signed_by(statement: Statement, demands: _Demands) -> tuple[str, ...]:
+    path = _signature_path(statement.path)
+    if not path.exists() and not path.is_symlink():
+        return ()
+    try:
+        data = _bytes_of(path, _MAX_SIGNATURE_BYTES)
+    except BadStatement as error:
+        raise BadStatement(f"{path.name} {error.reason}") from error
+    try:
+        return demands.signed_by(statement.data, data)
+    except BadStatement as error:
+        raise BadStatement(f"{statement.path.name} {error.reason}") from error
 
 
 def _none_found(folder: _Folder, names: Sequence[str], digest: str) -> str:
@@ -324,15 +418,23 @@ def _none_found(folder: _Folder, names: Sequence[str], digest: str) -> str:
 
 
 def _not_covered(
-    mine: Sequence[Statement], fresh: Sequence[Statement], missing: Sequence[str]
+    mine: Sequence[Statement],
+    fresh: Sequence[Statement],
+    missing: Sequence[str],
+    demands: _Demands,
 ) -> str:
-    stale = sorted({statement.profile for statement in mine if statement not in fresh})
+    needed = missing or sorted({statement.profile for statement in mine})
     reasons = []
-    if absent := [profile for profile in missing if profile not in stale]:
+    if absent := [p for p in needed if not any(s.profile == p for s in mine)]:
         there = sorted({statement.profile for statement in mine})
         reasons.append(f"lacks profile {', '.join(absent)} (there is {', '.join(there)})")
-    if old := [profile for profile in stale if profile in missing or not fresh]:
+    current = {statement.profile for statement in fresh}
+    if old := [p for p in needed if p not in current and p not in absent]:
         reasons.append(f"stale for profile {', '.join(old)}: the tests changed since")
+    for statement in fresh:
+        if statement.profile in needed and not demands.meets(statement):
+            wanted = f"{' or '.join(demands.signers)} must sign it"
+            reasons.append(f"profile {statement.profile} is {statement.signature()}; {wanted}")
     return "; ".join(reasons)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gate import audit as auditing
 from gate import environment as environments
-from gate import evidence, policy, records, regressions
+from gate import evidence, policy, records, regressions, signature
 from gate.build import build
 from gate.environment import Environment
 from gate.errors import (
@@ -54,6 +54,8 @@ class Options:
     suite: Path = regressions.SUITE
     timeout: float = 600.0
     tag_check: bool = True
+    sign: Path | None = None
+    allowed_signers: Path = signature.ALLOWED
     verbose: bool = False
 
     def check(self) -> None:
@@ -68,6 +70,18 @@ class Options:
             raise UsageFailure(f"--site {self.site} is not a directory.")
         if not next(self.suite.rglob("test_*.py"), None):
             raise UsageFailure(f"--suite {self.suite} holds no test_*.py file.")
+
+    def signing(self, runner: Runner) -> Callable[[bytes], bytes] | None:
+        """Return what signs statements, after trying it; None where they stay unsigned.
+
+        Raises:
+            GateError: the key cannot be used, or its signatures would not be accepted.
+        """
+        if self.sign is None:
+            return None
+        sign = partial(signature.sign, key=self.sign, allowed=self.allowed_signers, runner=runner)
+        sign(b"Can this key be used?")
+        return sign
 
     def environment_id(self) -> str:
         """Name of the environment asked for, part of the evidence's identity."""
@@ -98,6 +112,7 @@ def run(options: Options, display: Display) -> list[Report]:
     runner = Runner(verbose=options.verbose, on_tick=display.tick)
     repository = Repository(runner=runner)
     options.check()
+    sign = options.signing(runner)
     if options.tag and options.tag_check:
         repository.demand_tag(options.tag)
     with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
@@ -107,7 +122,7 @@ def run(options: Options, display: Display) -> list[Report]:
         for candidate in candidates:
             display.say(f"gate: {candidate.wheel.filename}")
             try:
-                _Session(options, candidate, repository, runner, display).run()
+                _Session(options, candidate, repository, runner, display, sign).run()
             except (RegressionFailed, IdentityMismatch, WheelRejected) as error:
                 # The other wheels deserve their verdict too.
                 errors.append(error)
@@ -237,7 +252,9 @@ class _Session:
         repository: Repository,
         runner: Runner,
         display: Display,
+        sign: Callable[[bytes], bytes] | None,
     ) -> None:
+        self._sign = sign
         self._options, self._candidate, self._repository = options, candidate, repository
         self._runner, self._display = runner, display
         self._report = candidate.report
@@ -365,8 +382,9 @@ class _Session:
                 files=sorted(file for file in folder.rglob("*") if file.is_file()),
                 started=self._started,
                 finished=_now(),
+                sign=self._sign,
             )
-            phase.detail = str(path)
+            phase.detail = f"{path}{', signed' if self._sign else ''}"
 
     @property
     def _folder(self) -> Path:

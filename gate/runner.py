@@ -104,6 +104,7 @@ class Runner:
         timeout: float,
         on_timeout: Callable[[int], None] = lambda _pid: None,
         bounded: Path | None = None,
+        stdin: Path | None = None,
     ) -> Outcome:
         """Run ``command`` to its end, but no longer than ``timeout`` seconds.
 
@@ -113,6 +114,7 @@ class Runner:
             on_timeout: called, before a command that ran too long is killed, with the process
                 id that all its processes are below.
             bounded: folder whose size is limited, as that of the log is.
+            stdin: file that the command reads as its standard input; none by default.
 
         Raises:
             EnvironmentFailed: the command could not be started.
@@ -131,11 +133,12 @@ class Runner:
             stack.callback(os.close, reading)
             closing = stack.enter_context(os.fdopen(lifeline, "wb"))
             output = stack.enter_context(log.open("wb"))
+            given = stack.enter_context((stdin or Path(os.devnull)).open("rb"))
             supervisor = subprocess.Popen(
                 [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
                 env=dict(env),
                 cwd=cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=given,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[reading],

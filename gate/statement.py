@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +45,8 @@ class Statement:
 
     Attributes:
         path: the file it was read from.
+        data: the bytes of that file.
+        signed_by: names of whoever signed these bytes, as far as that was looked at.
         filename: name of the wheel.
         sha256: digest of the wheel, in hexadecimal.
         profile: cpu, gpu or multi-gpu.
@@ -60,6 +62,8 @@ class Statement:
     """
 
     path: Path
+    data: bytes = field(repr=False)
+    signed_by: tuple[str, ...] = ()
     filename: str
     sha256: str
     profile: str
@@ -73,6 +77,10 @@ class Statement:
     files: Mapping[str, str]
     started: str
     finished: str
+
+    def signature(self) -> str:
+        """Say who signed it."""
+        return f"signed by {', '.join(self.signed_by)}" if self.signed_by else "unsigned"
 
 
 def descriptor(
@@ -143,7 +151,7 @@ def parse(path: Path, data: bytes) -> Statement:
         raise BadStatement(f"is not valid JSON: {error}") from error
     claimed = _claimed(value)
     try:
-        return _statement(path, value)
+        return _statement(path, data, value)
     except BadStatement as error:
         raise BadStatement(error.reason, claimed) from error
 
@@ -168,7 +176,7 @@ def _claimed(value: Any) -> str | None:
     return claimed if isinstance(claimed, str) else None
 
 
-def _statement(path: Path, value: Any) -> Statement:
+def _statement(path: Path, data: bytes, value: Any) -> Statement:
     top = _dict(value, "the statement")
     if top.get("_type") != STATEMENT_TYPE or top.get("predicateType") != PREDICATE_TYPE:
         raise BadStatement("is not an in-toto test result")
@@ -189,6 +197,7 @@ def _statement(path: Path, value: Any) -> Statement:
     facts = run["annotations"]
     return Statement(
         path=path,
+        data=data,
         filename=_text(subject.get("name"), "name of the subject"),
         sha256=_sha256(subject, "subject"),
         profile=_text(facts.get("profile"), "profile"),

@@ -16,7 +16,8 @@ import pytest
 from gate.environment import Environment, clean_environment, install
 from gate.regressions import Subject
 from gate.runner import Runner
-from tests.gate.wheel_builder import WheelBuilder
+from gate.wheels import Wheel
+from tests.gate.wheel_builder import WheelBuilder, as_wheel
 
 ROOT = Path(__file__).parent.parent.parent
 # Holds torch, numpy and pytest: the test layer of a gate that must not download anything.
@@ -99,3 +100,19 @@ def subject(environment: Environment, tmp_path: Path) -> Subject:
     """The package ``mini``, installed from a wheel."""
     install(environment, mini_wheel(tmp_path / "wheels"), Runner())
     return Subject(environment=environment, distribution="mini", package="mini")
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Wheel:
+    """A wheel that could have been gated."""
+    return as_wheel(WheelBuilder().write(tmp_path / "dist"))
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Path:
+    """An evidence folder with the reports of a run."""
+    folder = tmp_path / "gate-evidence"
+    (folder / "runs").mkdir(parents=True)
+    (folder / "runs/report.json").write_text("{}")
+    (folder / "runs/junit.xml").write_text("<testsuites/>")
+    return folder

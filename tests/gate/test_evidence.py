@@ -10,44 +10,10 @@ import pytest
 
 from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure
 from gate.evidence import environment_id, revoke, statement_path, suite_digest, verify
-from gate.evidence import write_statement as write
 from gate.statement import PREDICATE_TYPE, STATEMENT_TYPE, seal
 from gate.wheels import Wheel
+from tests.gate.statements import COMMIT, ENVIRONMENT, OTHER_SUITE, SUITE, write_statement
 from tests.gate.wheel_builder import WheelBuilder, as_wheel, flip
-
-ENVIRONMENT = {"id": "torch2.13.0", "torch": "2.13.0", "python": "3.11.7", "gpus": []}
-SUITE, OTHER_SUITE = "a" * 64, "b" * 64
-COMMIT = "c" * 40
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Wheel:
-    return as_wheel(WheelBuilder().write(tmp_path / "dist"))
-
-
-@pytest.fixture
-def evidence(tmp_path: Path) -> Path:
-    folder = tmp_path / "gate-evidence"
-    (folder / "runs").mkdir(parents=True)
-    (folder / "runs/report.json").write_text("{}")
-    (folder / "runs/junit.xml").write_text("<testsuites/>")
-    return folder
-
-
-def write_statement(evidence: Path, wheel: Wheel, **changes: Any) -> Path:
-    values: dict[str, Any] = {
-        "profile": "cpu",
-        "environment": ENVIRONMENT,
-        "suite_digest": SUITE,
-        "commit": COMMIT,
-        "executed_archs": [],
-        "embedded_archs": ["sm_90"],
-        "passed_tests": ["single/test_a.py::test_a", "ranks/test_b.py::test_b[0]"],
-        "files": sorted((evidence / "runs").iterdir()),
-        "started": "2026-01-01T00:00:00Z",
-        "finished": "2026-01-01T00:01:00Z",
-    }
-    return write(evidence, wheel=wheel, **{**values, **changes})
 
 
 def reason(evidence: Path, *wheels: Wheel | Path, **options: Any) -> str:
@@ -146,7 +112,7 @@ def test_a_failed_write_leaves_nothing(evidence: Path, wheel: Wheel) -> None:
     path = statement_path(evidence, wheel, "cpu", ENVIRONMENT)
     path.mkdir(parents=True)
     (path / "in the way").write_text("")
-    with pytest.raises(EnvironmentFailed, match="cannot write"):
+    with pytest.raises(EnvironmentFailed, match="cannot remove"):
         write_statement(evidence, wheel)
     assert list(path.parent.iterdir()) == [path]
 

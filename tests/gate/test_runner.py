@@ -40,6 +40,12 @@ def test_success_keeps_the_output(tmp_path: Path) -> None:
     assert outcome.output() == "out\nerr\n"
 
 
+def test_a_command_reads_a_file_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("given")
+    assert run(tmp_path, "cat", stdin=tmp_path / "input").output() == "given"
+    assert run(tmp_path, "cat").output() == ""
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [("exit 3", "exit status 3"), ("kill -SEGV $$", "killed by SIGSEGV")],
