@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from gefen.checkpoint import CheckpointedOptimizer
 from gefen.codebook import SIZE, Quantizer
-from gefen.errors import InvalidArgumentError, UnsupportedParameterError
+from gefen.errors import InvalidArgumentError
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
 from gefen.kernels.tasks import Momentum
 from gefen.momentum import histogram, learn_from, reencode
@@ -34,10 +35,9 @@ from gefen.state import (
     PERIOD,
     SHARED,
     STEP,
-    CheckpointedOptimizer,
     Entry,
     Spec,
-    disagreement,
+    check_unchanged,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ class Half:
 
     def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
         return entries
+
+    def _loaded(self) -> None:
+        pass
 
     def _sharded_mode(self, slot: Slot) -> str:
         """How ranks step a parameter that they share."""
@@ -222,11 +225,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         param, entry = work.param, self.state.get(work.key)
         if not entry:
             return {STEP: 0} | self._fresh(work, self._period(work))
-        problem = disagreement(self._spec(param, entry), entry)
-        if problem is not None:
-            raise UnsupportedParameterError(
-                f"Parameter {work.slot.name!r} has changed since its state was made: {problem}"
-            )
+        check_unchanged(self._spec(param, entry), entry, work.slot.name)
         moved = {
             key: value.to(param.device)
             for key, value in entry.items()
@@ -334,9 +333,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _halves(self) -> Sequence[QuantisedOptimizer]:
         return [self]
 
-    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+    def _loaded(self) -> None:
         self._spare = {}
-        return entries
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return checked(settings, {**self.checks, "lr": current_rate})

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gefen import hyperparameters as check
-from gefen.base import Half, gradients, stepped
-from gefen.errors import InvalidArgumentError, UnsupportedParameterError
+from gefen.backup import BackupAdamW
+from gefen.base import stepped
+from gefen.checkpoint import CheckpointedOptimizer
+from gefen.errors import InvalidArgumentError
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
-from gefen.parameters import Slot, check_parameter, is_shared, slots
+from gefen.parameters import is_shared, slots
 from gefen.routing import (
     BACKUP_SUBSTRINGS,
     NamedParams,
@@ -23,61 +25,9 @@ from gefen.routing import (
     split_params_for_muon,
     validate_split,
 )
-from gefen.state import STEP, CheckpointedOptimizer, Entry, Spec
 
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
-
-
-class BackupAdamW(Half, torch.optim.AdamW):
-    """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
-
-    checks: ClassVar[dict[str, check.Check]] = {
-        "lr": check.learning_rate,
-        "betas": check.betas,
-        "eps": check.at_least_zero,
-        "weight_decay": check.at_least_zero,
-    }
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in AdamW, with settings and parameters validated as in the other half."""
-        settings = check.checked({**self.defaults, **param_group}, self.checks)
-        super().add_param_group({**param_group, **settings})
-
-    def _collect(self) -> list[Slot]:
-        found = []
-        for slot, grad in gradients(self.param_groups, _check_slot):
-            if grad.dtype != slot.param.dtype:
-                raise UnsupportedParameterError(
-                    f"Gradient of parameter {slot.name!r} is {grad.dtype}, the parameter "
-                    f"{slot.param.dtype}: AdamW takes equal dtypes only"
-                )
-            found.append(slot)
-        return found
-
-    def _view(self, slot: Slot) -> Tensor:
-        return slot.param
-
-    def _prepare(self, works: list[Slot]) -> list[Slot]:
-        return works
-
-    def _commit(self, plan: list[Slot], active: bool = False) -> None:
-        if plan:
-            self.step()
-
-    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        given = {key: settings.get(key, default) for key, default in self.defaults.items()}
-        return given | check.checked(settings, {**self.checks, "lr": check.current_rate})
-
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        wide = torch.get_default_dtype() == torch.float64
-        average = (param.dtype, tuple(param.shape))
-        step = (torch.float64 if wide else torch.float32, ())
-        return Spec({}, {STEP: step, "exp_avg": average, "exp_avg_sq": average})
-
-
-def _check_slot(slot: Slot) -> None:
-    check_parameter(slot.param, slot.name)
 
 
 class GefenMuonHybrid(CheckpointedOptimizer):

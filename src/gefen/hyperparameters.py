@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from gefen.errors import InvalidArgumentError, UnsupportedFeatureError
@@ -21,6 +23,11 @@ def checked(settings: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[st
     Canonical values are plain Python objects (and the very tensor given as ``lr``), so that a
     state dict holding them loads with ``weights_only=True``.
     """
+    for name in checks:
+        if name not in settings:
+            raise InvalidArgumentError(
+                f"Invalid parameter group: it has no setting {name!r}; put it back"
+            )
     return {name: check(name, settings[name]) for name, check in checks.items()}
 
 
@@ -31,9 +38,14 @@ def refuse(name: str, value: object, must: str) -> NoReturn:
 
 def _real(value: object) -> float:
     """``value`` as a float; NaN where it is not a real number."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def at_least_zero(name: str, value: object) -> float:
@@ -58,10 +70,15 @@ def learning_rate(name: str, value: object) -> float | Tensor:
     """A finite number ≥ 0, or a floating tensor that holds just one; the tensor is kept."""
     if not isinstance(value, Tensor):
         return at_least_zero(name, value)
-    if value.numel() != 1 or not value.is_floating_point():
-        refuse(name, value, "a number or a floating-point tensor with one element")
-    at_least_zero(name, value.item())
+    at_least_zero(name, _item(name, value))
     return value
+
+
+def _item(name: str, value: Tensor) -> float:
+    holds_numbers = value.layout == torch.strided and not value.is_meta
+    if value.numel() != 1 or not value.is_floating_point() or not holds_numbers:
+        refuse(name, value, "a number or a dense floating-point tensor with one element")
+    return value.item()
 
 
 def betas(name: str, value: object) -> tuple[float, float]:
@@ -115,7 +132,7 @@ def unavailable(name: str, value: object) -> bool:
 
 def current_rate(name: str, value: object) -> float | Tensor:
     """A learning rate in use: finite; schedulers may leave one a rounding error below zero."""
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = _item(name, value) if isinstance(value, Tensor) else value
     if not math.isfinite(_real(number)):
         refuse(name, value, "a finite number or a tensor with one element")
     return value if isinstance(value, Tensor) else _real(number)

@@ -1,0 +1,116 @@
+"""torch's AdamW as one half of a hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gefen import hyperparameters as check
+from gefen.base import Half, gradients
+from gefen.errors import UnsupportedParameterError
+from gefen.parameters import Slot, check_parameter
+from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
+
+
+def _unhooked_step() -> Any:
+    """AdamW's step without the hooks that torch wraps it in: the hybrid's own step ran them."""
+    step: Any = torch.optim.AdamW.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+class BackupAdamW(Half, torch.optim.AdamW):
+    """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
+
+    checks: ClassVar[dict[str, check.Check]] = {
+        "lr": check.learning_rate,
+        "betas": check.betas,
+        "eps": check.at_least_zero,
+        "weight_decay": check.at_least_zero,
+    }
+
+    torchs_checks: ClassVar[dict[str, check.Check]] = {
+        "amsgrad": check.unavailable,
+        "maximize": check.flag,
+        "foreach": check.one_of(None, False, True),
+        "capturable": check.unavailable,
+        "differentiable": check.unavailable,
+        "fused": check.one_of(None, False),
+    }
+    """One for each setting that torch's constructor has besides; groups may have their own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in AdamW, with settings and parameters validated as in the other half."""
+        settings = check.checked({**self.defaults, **param_group}, self.checks)
+        super().add_param_group({**param_group, **settings})
+
+    def _collect(self) -> list[Slot]:
+        for group in self.param_groups:
+            self._resumed(group)
+        return [self._unchanged(slot, grad) for slot, grad in gradients(self.param_groups, _check)]
+
+    def _unchanged(self, slot: Slot, grad: Tensor) -> Slot:
+        """The slot, once torch's step is known not to fail halfway on it."""
+        if grad.dtype != slot.param.dtype:
+            raise UnsupportedParameterError(
+                f"Gradient of parameter {slot.name!r} is {grad.dtype}, the parameter "
+                f"{slot.param.dtype}: AdamW takes equal dtypes only"
+            )
+        entry = self.state.get(slot.param)
+        if entry:
+            check_unchanged(self._spec(slot.param, entry), entry, slot.name)
+            here, there = slot.param.device, entry[EXP_AVG].device
+            if here != there:
+                raise UnsupportedParameterError(
+                    f"Parameter {slot.name!r} is on {here}, its state on {there}: load the "
+                    "optimizer's state_dict() into it once the parameter has moved"
+                )
+        return slot
+
+    def _view(self, slot: Slot) -> Tensor:
+        return slot.param
+
+    def _prepare(self, works: list[Slot]) -> list[Slot]:
+        return works
+
+    def _commit(self, plan: list[Slot], active: bool = False) -> None:
+        if not plan:
+            return
+        for group in self.param_groups:
+            group.update(self._resumed(group))
+        _unhooked_step()(self)
+
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        torchs = {
+            key: settings.get(key, default)
+            for key, default in self.defaults.items()
+            if key not in self.checks
+        }
+        checks = {**self.checks, "lr": check.current_rate}
+        checks |= {key: own for key, own in self.torchs_checks.items() if key in torchs}
+        chosen = torchs | check.checked({**torchs, **settings}, checks)
+        if chosen["foreach"] and isinstance(chosen["lr"], Tensor):
+            check.refuse("foreach", True, "None or False where lr is a tensor")
+        return chosen
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        # torch counts in its default dtype, which may have been another one then.
+        wide = getattr(entry.get(STEP), "dtype", None) == torch.float64
+        average = (param.dtype, tuple(param.shape))
+        return Spec(
+            {},
+            {
+                STEP: (torch.float64 if wide else torch.float32, ()),
+                EXP_AVG: average,
+                EXP_AVG_SQ: average,
+            },
+            {EXP_AVG: param, EXP_AVG_SQ: param},
+        )
+
+
+def _check(slot: Slot) -> None:
+    check_parameter(slot.param, slot.name)

@@ -1,0 +1,349 @@
+"""Checkpoints: ``state_dict`` and ``load_state_dict``.
+
+A load first validates everything, then publishes; one that raises, in a hook of the user's too,
+changes nothing. State dicts have torch's layout. In addition every parameter has an entry,
+``{"step": 0}`` before its first gradient, so that a lost one is noticed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from gefen.errors import CheckpointError, GefenError
+from gefen.parameters import Slot, slots
+from gefen.state import (
+    CODEBOOK,
+    COUNTS,
+    GLOBAL_STEP,
+    SHARED,
+    STEP,
+    Entry,
+    Spec,
+    disagreement,
+    impossible,
+)
+
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
+
+OWN = ("params", "param_names", "sharded_mode")
+"""Group keys that a load does not replace: the mode is the run's, not the state's."""
+
+
+class Saved(Protocol):
+    """An optimizer, or one of the two inside a hybrid, as a checkpoint sees it."""
+
+    param_groups: list[dict[str, Any]]
+
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved group's settings in canonical form; :class:`InvalidArgumentError` if bad."""
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        """What ``entry`` must hold, complete."""
+
+    def _view(self, slot: Slot) -> Tensor:
+        """What it sees of a parameter: all of it, or this rank's shard."""
+
+    def _gathered(self) -> dict[Tensor, Entry]:
+        """Complete entries of the parameters whose state other ranks hold. Collective."""
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        """What this rank holds of complete entries that are loaded."""
+
+    def _loaded(self) -> None:
+        """Forget what belonged to the state before a load."""
+
+
+class CheckpointedOptimizer(torch.optim.Optimizer):
+    """Saving and loading for optimizers made of one or more :class:`Saved`."""
+
+    def _halves(self) -> Sequence[Saved]:
+        raise NotImplementedError
+
+    _joint: Agreement | None = None
+
+    def _agreement(self) -> Agreement | None:
+        """What this optimizer's ranks agree by before a step; None where they share nothing."""
+        return None
+
+    def _joint_agreement(self) -> Agreement:
+        # Imported on first use: a module of torch that it needs takes seconds.
+        if self._joint is None:
+            from gefen.distributed.sharding import Agreement
+
+            self._joint = Agreement()
+        return self._joint
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # A scaler that skips the step of one rank alone would leave the others waiting.
+        return self._agreement() is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict, with an entry for every parameter; refers to the live tensors.
+
+        Where ``sharded_mode="distributed"`` spreads the state over ranks, all of them must call
+        this together and each gets the complete state; :class:`PeerFailureError` on a rank that
+        waits in vain.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        gathered: dict[Tensor, Entry] = {}
+        for half in self._halves():
+            gathered |= half._gathered()
+        saved = _packed(self.param_groups, self.state, gathered)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, saved)
+            saved = saved if replaced is None else replaced
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, bitwise; its tensors are copied.
+
+        State keeps its dtypes whatever those of the parameters, and goes to the parameters'
+        devices. A tensor ``lr`` of this optimizer is kept and takes the saved value. All
+        settings of groups are loaded but ``sharded_mode``, which stays this optimizer's. Raises
+        :class:`CheckpointError`, and changes nothing, where anything does not fit; non-finite
+        state fits, as gradients can lead to it, negative magnitudes or second moments do not.
+        Hooks get a copy of ``state_dict``, and one that raises changes nothing either.
+        """
+        given = _containers(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, given)
+            given = given if replaced is None else replaced
+        settings, entries = _read(given, self.param_groups, self._halves())
+        with _undone_on_failure(self):
+            self._publish(settings, entries)
+            for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+                post_hook(self)
+        for half in self._halves():
+            half._loaded()
+        agreement = self._agreement()
+        if agreement is not None:
+            agreement.mended()
+
+    def _publish(self, settings: list[dict[str, Any]], entries: dict[Tensor, Entry]) -> None:
+        _keep_rates(self.param_groups, settings)
+        for group, chosen in zip(self.param_groups, settings, strict=True):
+            own = {key: group[key] for key in OWN if key in group}
+            group.clear()
+            group.update(chosen | own)
+            for param in group["params"]:
+                self.state.pop(param, None)
+        for half in self._halves():
+            entries = half._kept(entries)
+        self.state.update(entries)
+
+
+def _packed(
+    groups: list[dict[str, Any]],
+    state: Mapping[Tensor, Entry],
+    gathered: dict[Tensor, Entry],
+) -> dict[str, Any]:
+    """Groups and state with numbers in place of parameters."""
+    found = list(slots(groups))
+    numbers = {slot.param: slot.number for slot in found}
+    packed = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [numbers[param] for param in group["params"]]}
+        for group in groups
+    ]
+    entries = {
+        slot.number: gathered.get(slot.param) or state.get(slot.param) or {STEP: 0}
+        for slot in found
+    }
+    return {"state": entries, "param_groups": packed}
+
+
+def _containers(saved: Any) -> Any:
+    """A copy of a state dict down to its tensors and settings, for hooks to change."""
+    if not isinstance(saved, Mapping):
+        return saved
+    own = dict(saved)
+    groups, state = own.get("param_groups"), own.get("state")
+    if isinstance(groups, list):
+        own["param_groups"] = [dict(g) if isinstance(g, Mapping) else g for g in groups]
+    if isinstance(state, Mapping):
+        own["state"] = {k: dict(e) if isinstance(e, Mapping) else e for k, e in state.items()}
+    return own
+
+
+@contextmanager
+def _undone_on_failure(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give back groups, tensor rates and state as they were if the load raises after all."""
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    kept = [(rate, rate.clone()) for rate in rates if isinstance(rate, Tensor)]
+    state = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        for rate, value in kept:
+            rate.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+
+
+def _keep_rates(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+    """Load into the tensors that already are learning rates, where sharing groups agree."""
+    wanted: dict[int, set[float]] = {}
+    for group, chosen in zip(groups, settings, strict=True):
+        wanted.setdefault(id(group.get("lr")), set()).add(float(chosen["lr"]))
+    for group, chosen in zip(groups, settings, strict=True):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and len(wanted[id(rate)]) == 1:
+            chosen["lr"] = rate.fill_(float(chosen["lr"]))
+
+
+def _read(
+    saved: Any, groups: list[dict[str, Any]], halves: Sequence[Saved]
+) -> tuple[list[dict[str, Any]], dict[Tensor, Entry]]:
+    """Validate a state dict; return a copy of each group's settings and each entry."""
+    saved_groups, saved_state = _outline(saved, groups)
+    numbers = [number for group in saved_groups for number in group["params"]]
+    settings: list[dict[str, Any]] = [{} for _ in groups]
+    entries: dict[Tensor, Entry] = {}
+    for half in halves:
+        own = set(map(id, half.param_groups))
+        for at, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
+            if id(group) in own:
+                settings[at] = _settings(half, at, group, saved_group)
+        pairs = zip(slots(groups), numbers, strict=True)
+        found = {
+            slot.param: _entry(half, slot, saved_state[number])
+            for slot, number in pairs
+            if id(slot.group) in own
+        }
+        taken = {param: entry for param, entry in found.items() if entry}
+        _check_shared(list(taken.values()))
+        entries |= _copied(taken)
+    return settings, entries
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise CheckpointError(f"Nothing was loaded: {problem}")
+
+
+def _outline(
+    saved: Any, groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    """The saved groups and state, once every parameter is known to have its entry."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        _refuse("this is no optimizer state dict, which has 'state' and 'param_groups'")
+    saved_groups, saved_state = saved["param_groups"], saved["state"]
+    if not isinstance(saved_state, Mapping) or not isinstance(saved_groups, list):
+        _refuse("its 'state' is no dict or its 'param_groups' is no list")
+    for number, group in enumerate(saved_groups):
+        _check_group(number, group)
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        _refuse(
+            f"it has groups of {saved_sizes} parameters, this optimizer has groups of {sizes}; "
+            "build the optimizer from the same parameters in the same groups"
+        )
+    numbers = [number for group in saved_groups for number in group["params"]]
+    if len(set(numbers)) != len(numbers) or set(numbers) != set(saved_state):
+        lost = sorted(map(str, set(numbers) - set(saved_state)))
+        _refuse(
+            f"its parameters do not match its state (no entry for {lost}): it is truncated, or "
+            "another optimizer saved it"
+        )
+    return saved_groups, saved_state
+
+
+def _check_group(number: int, group: Any) -> None:
+    """Raise where ``group`` has not the form of a saved group."""
+    if not isinstance(group, Mapping) or not all(isinstance(key, str) for key in group):
+        _refuse(f"group {number} is no dict of settings with their names as keys")
+    params, names = group.get("params"), group.get("param_names")
+    if not isinstance(params, list) or not all(isinstance(p, (int, str)) for p in params):
+        _refuse(f"group {number} has no list of parameter numbers as 'params'")
+    if names is None:
+        return
+    if not isinstance(names, (list, tuple)) or len(names) != len(params):
+        _refuse(f"group {number} has {names!r} as 'param_names', expected {len(params)} names")
+
+
+def _settings(
+    half: Saved, number: int, group: dict[str, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    names, saved_names = group.get("param_names"), saved.get("param_names")
+    if names and saved_names and list(names) != list(saved_names):
+        pair = next(pair for pair in zip(saved_names, names, strict=False) if pair[0] != pair[1])
+        _refuse(
+            f"group {number} was saved with parameter {pair[0]!r} where this optimizer has "
+            f"{pair[1]!r}; a hook of register_load_state_dict_pre_hook can rename or reorder"
+        )
+    try:
+        chosen = half._resumed(saved)
+    except GefenError as error:
+        _refuse(f"group {number}: {error}; did another optimizer save it?")
+    extra = {key: value for key, value in saved.items() if key not in (*OWN, *chosen)}
+    return copy.deepcopy(extra | chosen)
+
+
+def _entry(half: Saved, slot: Slot, saved: Any) -> Entry:
+    """The saved entry of a parameter; empty where that had taken no step."""
+    if not isinstance(saved, Mapping):
+        _refuse(f"the state of parameter {slot.name!r} is no dict")
+    entry = dict(saved)
+    if entry.keys() == {STEP} and isinstance(entry[STEP], int) and entry[STEP] == 0:
+        return {}
+    problem = disagreement(half._spec(half._view(slot), entry), entry) or impossible(entry)
+    if problem is not None:
+        _refuse(f"the state of parameter {slot.name!r} does not fit: {problem}")
+    return entry
+
+
+def _check_shared(entries: list[Entry]) -> None:
+    """Raise where values that one optimizer shares differ, or are impossible."""
+    entries = [entry for entry in entries if GLOBAL_STEP in entry]
+    if not entries:
+        return
+    for key in (GLOBAL_STEP, CODEBOOK):
+        if any((key in entry) != (key in entries[0]) for entry in entries):
+            _refuse(f"some parameters have a {key}, others have none")
+        if key in entries[0]:
+            values = {(e[key].data_ptr(), e[key].stride()): e[key] for e in entries}.values()
+            if not all(torch.equal(value.cpu(), entries[0][key].cpu()) for value in values):
+                _refuse(f"its parameters disagree on the {key}")
+    if int(entries[0][GLOBAL_STEP]) < max(entry[STEP] for entry in entries):
+        _refuse(f"{GLOBAL_STEP} is smaller than the steps of a parameter")
+    codebook = entries[0].get(CODEBOOK)
+    if codebook is not None:
+        ends = codebook[0] == -1 and codebook[-1] == 1
+        if not (ends and (codebook.diff() >= 0).all()):
+            _refuse(f"its {CODEBOOK} does not ascend from -1 to 1")
+
+
+def _copied(entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+    """Own copies on the parameters' devices, counts on the CPU; shared values once per device."""
+    shared: dict[tuple[str, torch.device], Tensor] = {}
+
+    def copied(key: str, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        device = torch.device("cpu") if key in COUNTS else device
+        if (key, device) in shared:
+            return shared[key, device]
+        own = value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        if key in SHARED:
+            shared[key, device] = own
+        return own
+
+    return {
+        param: {key: copied(key, value, param.device) for key, value in entry.items()}
+        for param, entry in entries.items()
+    }
