@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training import BF16, F32, gradients, start, train
-from workload import bytes_of
+from workload import OPTIMIZERS, bytes_of, model, snapshot, step
 
 from gefen import Gefen, codebook
 from gefen.errors import (
@@ -366,3 +366,20 @@ def test_step_hooks_run() -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(optimizer, param, gradients((8, 8), 1))
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_repeat_under_deterministic_algorithms(kind: str) -> None:
+    """None of them needs an algorithm that torch then refuses."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for _ in range(2):
+            net = model()
+            optimizer = OPTIMIZERS[kind](net)
+            for number in range(2):
+                step(net, optimizer, number)
+            found.append(snapshot(net, optimizer))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1]

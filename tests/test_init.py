@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import pytest
 
 import gefen
 
-# Names, order, kinds and defaults of gefen-x 0.5.0; before "*" arguments may be positional.
+# Names, order, kinds and defaults of gefen-x 0.5.0: before "*" arguments are positional or
+# keywords, after it keywords only; "**" takes any others.
 REQUIRED = inspect.Parameter.empty
 QUANTISED = {"deterministic": False, "capturable": False, "verbose": False}
 SHARDED = {
@@ -90,15 +92,34 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "capturable": False,
         "verbose": False,
     },
+    "GefenMuonHybrid.from_model": {
+        "model": REQUIRED,
+        "*": None,
+        "backup_substrings": None,
+        "**": "kwargs",
+    },
+    "split_params_for_muon": {
+        "model": REQUIRED,
+        "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+    },
+    "validate_split": {
+        "muon_named_params": REQUIRED,
+        "backup_named_params": REQUIRED,
+        "model": None,
+    },
 }
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_constructor_arguments(name: str) -> None:
+def test_arguments(name: str) -> None:
     found: list[tuple[str, Any]] = []
-    for argument in inspect.signature(getattr(gefen, name)).parameters.values():
+    for argument in inspect.signature(operator.attrgetter(name)(gefen)).parameters.values():
+        if argument.kind is argument.VAR_KEYWORD:
+            found.append(("**", argument.name))
+            continue
         if argument.kind is argument.KEYWORD_ONLY and ("*", None) not in found:
             found.append(("*", None))
+        assert argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
         found.append((argument.name, argument.default))
     assert found == list(ARGUMENTS[name].items())
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -25,9 +26,10 @@ def test_report(tmp_path: Path) -> None:
     for wanted in (
         f"gefen {re.escape(gefen.__version__)} ",
         f"torch {re.escape(torch.__version__)}",
+        rf"numpy {re.escape(numpy.__version__)}",
         rf"python {sys.version_info.major}\.{sys.version_info.minor}\.",
         "platform ",
-        "cpu: reference",
+        r"cpu: reference, \w.*, \d+ of \d+ threads",
         "kernel architectures",
         "cuda",
     ):

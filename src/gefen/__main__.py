@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator
 
+import numpy
 import torch
 from torch.utils import collect_env
 
 import gefen
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def report() -> Iterator[str]:
     """Lines with versions, devices, and what runs on each."""
     yield f"gefen {gefen.__version__} ({gefen.__file__})"
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    yield f"numpy {numpy.__version__}"
     yield f"python {platform.python_version()} ({sys.executable})"
     yield f"platform {platform.platform()}"
-    yield f"cpu: {gefen.kernels.active_backend('cpu')}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield (
+        f"cpu: {gefen.kernels.active_backend('cpu')}, {capability}, "
+        f"{torch.get_num_threads()} of {os.cpu_count()} threads"
+    )
     yield "kernel architectures: none in this version"
     if not torch.cuda.is_available():
-        yield "cuda: not available"
+        yield f"cuda: not available (CUDA_VISIBLE_DEVICES={os.environ.get(_VISIBLE)!r})"
         return
     driver = collect_env.get_nvidia_driver_version(collect_env.run)  # type: ignore[no-untyped-call]
     yield f"driver {driver or 'unknown'}"

@@ -49,7 +49,8 @@ class Gefen(QuantisedOptimizer):
       ``torch.use_deterministic_algorithms``: on CUDA the sums that block lengths are chosen by
       are then made on the CPU. The CPU has no others.
     - ``capturable``: not available yet.
-    - ``verbose``: log learned block lengths and codebooks to the logger ``gefen``.
+    - ``verbose``: log learned block lengths and codebooks to the logger ``gefen`` at level INFO,
+      which ``logging.basicConfig(level=logging.INFO)`` shows.
 
     Raises :class:`~gefen.errors.InvalidArgumentError` for settings outside these ranges,
     :class:`~gefen.errors.UnsupportedParameterError` for sparse, complex or integer parameters
