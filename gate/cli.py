@@ -45,6 +45,7 @@ EPILOG = "\n\n".join(
         "  python -m gate run                            build this checkout's wheel and gate it\n"
         "  python -m gate run --wheel dist --profile cpu\n"
         "  python -m gate run v0.1.0 --wheel 'dist/*.whl'\n"
+        "  python -m gate run v0.1.0 --from testpypi\n"
         "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
         "  python -m gate sign dist --key ~/.ssh/id_ed25519\n"
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
@@ -87,6 +88,13 @@ def positive(_ctx: click.Context, param: click.Parameter, value: float) -> float
     """Refuse a time limit that is not a positive number of seconds."""
     if not 0 < value < float("inf"):
         raise click.BadParameter(f"{value} is not a positive number of seconds", param=param)
+    return value
+
+
+def not_an_option(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse an empty value, and one that is the next option."""
+    if value is not None and (not value.strip() or value.startswith("-")):
+        raise click.UsageError(f"{param.opts[0]} needs a value, not {value!r}.", ctx)
     return value
 
 
@@ -159,6 +167,13 @@ def gate() -> None:
     multiple=True,
     metavar="PATH",
     help="Wheel file, directory or glob; repeatable.  [default: build this checkout's wheel]",
+)
+@click.option(
+    "--from",
+    "source",
+    metavar="NAME|URL",
+    callback=not_an_option,
+    help="Download the wheel of TAG from this index (testpypi, pypi or a simple index) instead.",
 )
 @profile_option
 @with_environment_options

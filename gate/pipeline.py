@@ -27,10 +27,11 @@ from gate.errors import (
     UsageFailure,
     WheelRejected,
 )
+from gate.fetch import fetch
 from gate.machine import Machine, Profile, choose, examine
 from gate.regressions import Run, Subject
 from gate.report import Display, Failure, Report
-from gate.repository import ROOT, Repository, demand_version
+from gate.repository import ROOT, Repository, demand_version, tag_version
 from gate.runner import Runner, in_background
 from gate.wheels import Wheel, resolve
 
@@ -45,6 +46,7 @@ class Options:
     wheels: tuple[str, ...]
     base: Path
     tag: str | None = None
+    source: str | None = None
     profile: str = "auto"
     python: Path = Path(sys.executable)
     torch: str | None = None
@@ -64,6 +66,11 @@ class Options:
         Raises:
             UsageFailure: naming the option.
         """
+        if self.source is not None and (self.wheels or self.tag is None):
+            raise UsageFailure(
+                "--from needs the TAG of what is to be downloaded, and no --wheel.",
+                next_step=f"python -m gate run v0.1.0 --from {self.source}",
+            )
         if shutil.which(self.python) is None:
             raise UsageFailure(f"--python {self.python} is not an executable file.")
         if self.site is not None and not self.site.is_dir():
@@ -183,7 +190,9 @@ def _candidates(
     values = options.wheels
     common = Report(wheel="")
     rules = policy.load(ROOT)
-    if not values:
+    if options.source is not None:
+        values = (str(_download(options, rules, runner, display, common, scratch)),)
+    elif not values:
         values = (str(_build(repository, runner, display, common)),)
     with display.phase(common, "resolve") as phase:
         wheels = resolve(values, base=options.base, workdir=scratch)
@@ -208,6 +217,29 @@ def _candidates(
             phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
         candidates.append(Candidate(wheel=wheel, audit=audit, package=package, report=report))
     return candidates
+
+
+def _download(
+    options: Options,
+    rules: policy.Policy,
+    runner: Runner,
+    display: Display,
+    report: Report,
+    scratch: Path,
+) -> Path:
+    index = rules.index_of(str(options.source))
+    folder = scratch / "download"
+    folder.mkdir()
+    with display.phase(report, "download", f"from {index}") as phase:
+        wheel = fetch(
+            str(rules.distribution),
+            tag_version(str(options.tag)),
+            index=index,
+            folder=folder,
+            runner=runner,
+        )
+        phase.detail = f"{wheel.name} from {index}"
+    return wheel
 
 
 def _build(repository: Repository, runner: Runner, display: Display, report: Report) -> Path:

@@ -73,10 +73,12 @@ class Policy:
     Attributes:
         audits: what the audit asks, by normalised name of the distribution.
         publish: what package indexes require, by the name that ``--repository`` gives them.
+        distribution: name of the project that the repository releases, or None.
     """
 
     audits: Mapping[str, AuditPolicy] = field(default_factory=dict)
     publish: Mapping[str, PublishPolicy] = field(default_factory=dict)
+    distribution: str | None = None
 
     def audit_of(self, distribution: str) -> AuditPolicy | None:
         """The policy of a distribution; None where only the generic checks apply."""
@@ -107,6 +109,22 @@ class Policy:
             index=next((p.index for p in named if p.index), None),
         )
 
+    def index_of(self, source: str) -> str:
+        """The simple index to download from: the one of a named index, or the URL of one.
+
+        Raises:
+            UsageFailure: it is neither.
+        """
+        if source in self.publish and (index := self.publish[source].index):
+            return index
+        if _host(source) is None:
+            known = ", ".join(name for name, target in self.publish.items() if target.index)
+            raise UsageFailure(
+                f"--from {source!r} is no index that [tool.gate.publish] names.",
+                next_step=f"known are {known or 'none'}; the URL of a simple index works as well",
+            )
+        return source
+
 
 def load(root: Path) -> Policy:
     """Read ``[tool.gate]`` from ``root / "pyproject.toml"``.
@@ -131,6 +149,7 @@ def load(root: Path) -> Policy:
     return Policy(
         audits={canonicalize_name(name): _audit(audits, name) for name in audits},
         publish={name: _publish(publish, name) for name in publish},
+        distribution=_table(document, "project", "pyproject").get("name"),
     )
 
 

@@ -63,7 +63,7 @@ def test_the_repository_has_a_policy() -> None:
 
 
 def test_a_repository_without_a_policy(tmp_path: Path) -> None:
-    assert load(tmp_path, "[project]\nname = 'x'\n") == policy.Policy()
+    assert load(tmp_path, "[project]\nname = 'x'\n") == policy.Policy(distribution="x")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,15 @@ def test_mistakes_are_named(tmp_path: Path, text: str, where: str, why: str) -> 
 def test_no_pyproject(tmp_path: Path) -> None:
     with pytest.raises(UsageFailure, match="No such file"):
         policy.load(tmp_path)
+
+
+def test_an_index_to_download_from_is_a_name_or_a_url(tmp_path: Path) -> None:
+    read = load(tmp_path, PUBLISH)
+    assert read.index_of("pypi") == "https://pypi.org/simple/"
+    assert read.index_of("http://127.0.0.1:1/") == "http://127.0.0.1:1/"
+    for name in ("pipy", "http://pypi.org/simple/"):
+        with pytest.raises(UsageFailure, match=r"(?s)--from .*known are pypi"):
+            read.index_of(name)
 
 
 def test_a_url_cannot_evade_the_policy_of_its_index(tmp_path: Path) -> None:
