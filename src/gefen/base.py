@@ -80,6 +80,9 @@ class Half:
     Its parameters may be DTensors; each rank then steps its own shard.
     """
 
+    _owners: Mapping[Tensor, int] = {}
+    """Places in their groups of the ranks that alone hold a parameter's momentum."""
+
     def _view(self, slot: Slot) -> Tensor:
         return local(slot.param)
 

@@ -27,11 +27,12 @@ from gefen.newton_schulz import (
     resolve_schedule,
 )
 from gefen.parameters import Slot, is_dtensor, is_shared, slots
-from gefen.state import CODEBOOK, NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
+from gefen.state import CODEBOOK, GLOBAL_STEP, NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
 
 if TYPE_CHECKING:
-    from gefen.distributed.sharding import Agreement, WholeMatrices
+    from gefen.distributed.sharding import Agreement
     from gefen.distributed.stepping import StepFailure
+    from gefen.distributed.wholes import WholeMatrices
 
 
 def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
@@ -129,7 +130,11 @@ class GefenMuon(QuantisedOptimizer):
         verbose: bool = False,
     ) -> None:
         self._wholes: WholeMatrices | None = None
+        self._owners: dict[Tensor, int] = {}
         super().__init__(params, locals())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_owners": self._owners}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._wholes = None
@@ -174,7 +179,7 @@ class GefenMuon(QuantisedOptimizer):
 
     def _whole_matrices(self) -> WholeMatrices:
         if self._wholes is None:
-            from gefen.distributed.sharding import WholeMatrices
+            from gefen.distributed.wholes import WholeMatrices
 
             self._wholes = WholeMatrices(self)
         return self._wholes
@@ -196,7 +201,8 @@ class GefenMuon(QuantisedOptimizer):
         facts = super()._facts()
         # Ranks that each step their own have codebooks of their own.
         if self._has_wholes():
-            facts |= self._whole_matrices().facts(self._shared(CODEBOOK))
+            shared = self._shared(CODEBOOK), self._shared(GLOBAL_STEP)
+            facts |= self._whole_matrices().facts(*shared)
         return facts
 
     def _wants_survey(self) -> bool:
@@ -237,8 +243,12 @@ class GefenMuon(QuantisedOptimizer):
         return self._whole_matrices().gathered() if self._has_wholes() else {}
 
     def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-        entries = super()._kept(entries)
         return self._whole_matrices().kept(entries) if self._has_wholes() else entries
+
+    def _loaded(self) -> None:
+        super()._loaded()
+        if self._has_wholes():
+            self._whole_matrices().refresh(anew=True)
 
     def _update(self, works: list[Work]) -> None:
         whole, rest = self._divided(works)

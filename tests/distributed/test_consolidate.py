@@ -41,17 +41,18 @@ def test_ranks_that_wait_in_vain_name_the_missing_and_can_meet_again(ranks: Rank
         assert "ranks 0-2" in told[rank][0]
 
 
-def gather_entries(rank: int, world: int, lose: bool) -> Any:
+def gather_entries(rank: int, world: int, lose: bool, odd: bool) -> Any:
     mesh = DeviceMesh("cpu", list(range(world)))
     holdings = [
         Holding(
             f"w{owner}",
+            owner + 1 + (odd and rank == 1),
             owner,
             mesh.get_group(),
             torch.device("cpu"),
             None
             if owner != rank or (lose and owner == 1)
-            else {"step": owner + 1, "index": torch.full((2, owner), owner, dtype=torch.uint8)},
+            else {"period": owner + 1, "index": torch.full((2, owner), owner, dtype=torch.uint8)},
         )
         for owner in range(world)
     ]
@@ -59,18 +60,24 @@ def gather_entries(rank: int, world: int, lose: bool) -> Any:
         entries = consolidate(holdings, mesh_channels(mesh)[0])
     except CheckpointError as error:
         return str(error)
-    return {n: (e["step"], e["index"].tolist()) for n, e in entries.items()}
+    return [(e["period"], e["index"].tolist()) for e in entries]
 
 
 def test_every_rank_gets_every_owners_entries(ranks: RankPool) -> None:
-    expected = {"w0": (1, [[], []]), "w1": (2, [[1], [1]]), "w2": (3, [[2, 2], [2, 2]])}
-    assert ranks.run(gather_entries, 3, False) == [expected] * 3
+    expected = [(1, [[], []]), (2, [[1], [1]]), (3, [[2, 2], [2, 2]])]
+    assert ranks.run(gather_entries, 3, False, False) == [expected] * 3
 
 
 def test_an_entry_that_its_owner_lost_is_refused_on_every_rank(ranks: RankPool) -> None:
-    told = ranks.run(gather_entries, 3, True)
+    told = ranks.run(gather_entries, 3, True, False)
     assert len(set(told)) == 1
     assert "'w1' (owner: rank 1) is missing" in told[0]
+
+
+def test_ranks_at_different_steps_are_refused_on_every_rank(ranks: RankPool) -> None:
+    told = ranks.run(gather_entries, 3, False, True)
+    assert len(set(told)) == 1
+    assert "'w0' after 1 step, owned by rank 0 on rank 0, 'w0' after 2 steps" in told[0]
 
 
 def save(rank: int, world: int, mode: str, chosen: str) -> Any:

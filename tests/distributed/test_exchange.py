@@ -73,10 +73,10 @@ def there_and_back(rank: int, world: int, layout: str) -> None:
     shards = {name: tensor.to_local() for name, tensor in tensors.items()}
     like = torch.empty(0)
     for parcel in parcels:
-        assert parcel.shard_shape(lane.position) == tuple(shards[parcel.name].shape)
+        assert parcel.shard_shape(lane.position) == tuple(shards[parcel.key].shape)
     owned = send_to_owners(lane, parcels, shards, like)()
     everywhere = gather_everywhere(lane, parcels, shards, like)()
-    assert set(owned) == {p.name for p in parcels if p.owner == lane.position}
+    assert set(owned) == {p.key for p in parcels if p.owner == lane.position}
     assert list(everywhere) == list(SHAPES)
     for i, (name, shape) in enumerate(SHAPES.items()):
         assert torch.equal(everywhere[name], numbered(shape, i))
@@ -132,7 +132,7 @@ def byte_count(rank: int, world: int) -> tuple[int, int]:
     parcels = [
         Parcel(f"w{i}", (side, side), 0, i % world, spans_of(side, lane)) for i in range(2 * world)
     ]
-    shards = {p.name: torch.zeros(p.shard_shape(rank)) for p in parcels}
+    shards = {p.key: torch.zeros(p.shard_shape(rank)) for p in parcels}
     exchange.BUCKET_BYTES = 2 * side * side * 4
     for bucket in make_buckets(parcels, world, 4):
         owned = send_to_owners(lane, bucket, shards, torch.empty(0))()
@@ -155,7 +155,7 @@ def test_buckets_are_bounded_and_give_every_owner_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(exchange, "BUCKET_BYTES", 2 * 64)
     parcels = [parcel(f"a{i}", 0) for i in range(4)] + [parcel(f"b{i}", 1) for i in range(4)]
     buckets = make_buckets(parcels, 2, 4)
-    assert [[p.name for p in bucket] for bucket in buckets] == [
+    assert [[p.key for p in bucket] for bucket in buckets] == [
         ["a0", "b0", "a1", "b1"],
         ["a2", "b2", "a3", "b3"],
     ]
@@ -164,16 +164,16 @@ def test_buckets_are_bounded_and_give_every_owner_work(monkeypatch: pytest.Monke
 def test_a_parcel_above_the_bound_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BUCKET_BYTES", 64)
     buckets = make_buckets([parcel("small", 0), parcel("large", 0, rows=64)], 2, 4)
-    assert [[p.name for p in bucket] for bucket in buckets] == [["small"], ["large"]]
+    assert [[p.key for p in bucket] for bucket in buckets] == [["small"], ["large"]]
 
 
 def test_the_next_exchange_starts_before_a_bucket_is_used() -> None:
     log: list[str] = []
 
     def start(bucket: Any) -> Any:
-        log.append(f"start {bucket[0].name}")
-        return lambda: log.append(f"wait {bucket[0].name}") or {}
+        log.append(f"start {bucket[0].key}")
+        return lambda: log.append(f"wait {bucket[0].key}") or {}
 
     for bucket, _ in double_buffered([[parcel("a", 0)], [parcel("b", 0)]], start):
-        log.append(f"use {bucket[0].name}")
+        log.append(f"use {bucket[0].key}")
     assert log == ["start a", "start b", "wait a", "use a", "wait b", "use b"]

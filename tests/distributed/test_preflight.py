@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,13 +49,13 @@ def group(**values: Any) -> dict[str, Any]:
 
 def members(mode: str, named: dict[str, torch.Tensor | None], **values: Any) -> list[Member]:
     held = group(**values)
-    return [Member(n, True, p, held, mode) for n, p in named.items() if p is not None]
+    return [Member(n, True, p, held, mode, held) for n, p in named.items() if p is not None]
 
 
 def bare(mode: str, *parameters: torch.Tensor | None) -> list[Member]:
     held = group()
     kept = [p for p in parameters if p is not None]
-    return [Member(f"param{i}", False, p, held, mode) for i, p in enumerate(kept)]
+    return [Member(f"param{i}", False, p, held, mode, held) for i, p in enumerate(kept)]
 
 
 def without_grad(mine: list[Member], *names: str) -> list[Member]:
@@ -62,7 +64,7 @@ def without_grad(mine: list[Member], *names: str) -> list[Member]:
 
 def _ungraded(member: Member) -> Member:
     parameter = member.parameter.detach().clone()
-    return Member(member.name, member.explicit, parameter, member.group, member.sharded_mode)
+    return replace(member, parameter=parameter)
 
 
 Case = tuple[list[Member], list[Member]]
@@ -113,8 +115,27 @@ def fewer_parameters(rank: int, world: int, mode: str) -> Case:
 
 def duplicate_names(rank: int, world: int, mode: str) -> Case:
     good = one_mesh(mode, world)
-    twice = [Member("a", True, m.parameter, m.group, mode) if m.name == "c" else m for m in good]
+    twice = [replace(m, name="a") if m.name == "c" else m for m in good]
     return on_rank(rank, 1, twice, good)
+
+
+def duplicate_names_of_two_shapes(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    twice = [replace(m, name="a") if m.name == "b" else m for m in good]
+    return on_rank(rank, 1, twice, good)
+
+
+def duplicate_names_everywhere(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh(mode, world)
+    return good, [replace(m, name="a") if m.name == "b" else m for m in good]
+
+
+def duplicate_names_across_meshes(rank: int, world: int, mode: str) -> Case:
+    """Rank 1 alone is on both meshes."""
+    pair = [mesh_over(0, 1), mesh_over(1, 2)]
+    named = {"a": weight(pair[0]), "b": weight(pair[0], (4, 6)), "c": weight(pair[1], (4, 8))}
+    good = members(mode, named)
+    return good, [replace(m, name="a") if m.name == "c" else m for m in good]
 
 
 def bare_of_one_shape(rank: int, world: int, mode: str) -> Case:
@@ -153,6 +174,28 @@ def other_tensor_lr(rank: int, world: int, mode: str) -> Case:
     return on_rank(rank, 1, one_mesh_again(good, lr=torch.tensor(0.02)), good)
 
 
+def other_numpy_lr(rank: int, world: int, mode: str) -> Case:
+    good = one_mesh_again(one_mesh(mode, world), lr=np.float32(0.01))
+    return on_rank(rank, 1, one_mesh_again(good, lr=np.float32(0.02)), good)
+
+
+def other_step(rank: int, world: int, mode: str) -> Case:
+    """As after one rank has loaded an older checkpoint."""
+    good = [replace(m, standing=lambda: (5, None)) for m in one_mesh(mode, world)]
+    older = [replace(m, standing=lambda: (3, None)) for m in good]
+    return on_rank(rank, 1, older, good)
+
+
+def other_owner(rank: int, world: int, mode: str) -> Case:
+    good = [replace(m, standing=lambda: (5, 0)) for m in one_mesh(mode, world)]
+    return on_rank(rank, 1, [good[0], replace(good[1], standing=lambda: (5, 1)), good[2]], good)
+
+
+def other_codebook(rank: int, world: int, mode: str) -> Case:
+    good = [replace(m, facts={"codebook": "12ab"}) for m in one_mesh(mode, world)]
+    return on_rank(rank, 1, [replace(m, facts={"codebook": "34cd"}) for m in good], good)
+
+
 def other_momentum(rank: int, world: int, mode: str) -> Case:
     good = one_mesh(mode, world)
     return on_rank(rank, 1, one_mesh_again(good, momentum=0.9), good)
@@ -176,7 +219,9 @@ def other_groups(rank: int, world: int, mode: str) -> Case:
 
 def one_mesh_again(good: list[Member], mode: str = "", **values: Any) -> list[Member]:
     held = {**good[0].group, **values}
-    return [Member(m.name, True, m.parameter, held, mode or m.sharded_mode) for m in good]
+    return [
+        replace(m, group=held, sharded_mode=mode or m.sharded_mode, compared=held) for m in good
+    ]
 
 
 def two_overlapping(rank: int, world: int, mode: str) -> Case:
@@ -217,14 +262,36 @@ CASES: list[tuple[Callable[..., Case], int, str, str]] = [
     (gradients_all_missing, 2, "GradientPresenceError", "'a' has a gradient on rank 1 but none"),
     (fewer_parameters, 2, "ParameterIdentityError", "is 3 on rank 0, 2 on rank 1; 'c' is miss"),
     (duplicate_names, 3, "ParameterIdentityError", "on rank 1, the parameters at positions 0, 2"),
+    (duplicate_names_of_two_shapes, 2, "ParameterIdentityError", "positions 0, 1 all have the n"),
+    (
+        duplicate_names_everywhere,
+        2,
+        "ParameterIdentityError",
+        "on ranks 0-1, .* the name 'a'; give",
+    ),
+    (
+        duplicate_names_across_meshes,
+        3,
+        "ParameterIdentityError",
+        "on rank 1, .*positions 0, 2 all",
+    ),
     (bare_of_one_shape, 2, "ParameterIdentityError", "on ranks 0-1, the unnamed parameters at"),
     (bare_swapped, 2, "ParameterOrderError", "position 0 holds the unnamed parameter of shape"),
     (other_dtype, 2, "ParameterIdentityError", "dtype float32.* on rank 0, but .*bfloat16"),
     (other_placement, 2, "ParameterIdentityError", "'b' has .*Shard.*rank 0, but .*Replicate"),
     (other_lr, 2, "HyperparameterMismatchError", "lr is 0.01 on rank 0, but 0.02 on rank 1 for"),
     (other_tensor_lr, 2, "HyperparameterMismatchError", "lr is 0.00999.* but 0.01999.* on rank 1"),
+    (other_numpy_lr, 2, "HyperparameterMismatchError", "lr is 0.00999.* but 0.01999.* on rank 1"),
+    (other_step, 3, "HyperparameterMismatchError", "step is 5 on ranks 0, 2, but 3 on rank 1 for"),
+    (
+        other_owner,
+        2,
+        "HyperparameterMismatchError",
+        "owner is 0 on rank 0, but 1 on rank 1 for 'b'",
+    ),
+    (other_codebook, 2, "HyperparameterMismatchError", "codebook is .12ab. on.*same checkpoint"),
     (other_momentum, 2, "HyperparameterMismatchError", "momentum is 0.95 on rank 0, but 0.9 on"),
-    (other_schedule, 2, "HyperparameterMismatchError", "ns_schedule is 'tuned3'.*\\(3.0, -4.0"),
+    (other_schedule, 2, "HyperparameterMismatchError", "ns_schedule is 'tuned3'.*\\(3, -4, 2"),
     (other_mode, 2, "HyperparameterMismatchError", "sharded_mode is .* on rank 0, but .* on ran"),
     (other_groups, 2, "HyperparameterMismatchError", "divided into parameter groups differently"),
     (two_overlapping, 3, "ParameterOrderError", "'w0.0' on rank 1, but|'w0.1' on rank 0, but"),
@@ -395,7 +462,7 @@ def test_a_chain_costs_its_rounds_per_group(ranks: RankPool) -> None:
 
 def count_nothing(rank: int, world: int) -> list[tuple[str, int]]:
     counter = Collectives()
-    plain = Member("a", True, torch.zeros(2, 2), group(), "exact")
+    plain = Member("a", True, torch.zeros(2, 2), group(), "exact", ("lr",))
     assert not Preflight().agree([plain]).skip
     with pytest.raises(ValueError, match="mine"):
         Preflight().agree([plain], failure=ValueError("mine"))
@@ -417,6 +484,35 @@ def one_rank_mesh(rank: int, world: int) -> list[tuple[str, int]]:
 
 def test_a_mesh_of_one_rank_enters_no_collective(ranks: RankPool) -> None:
     assert ranks.run(one_rank_mesh, 2) == [[], []]
+
+
+EQUAL: list[dict[str, Any]] = [
+    {"lr": 1},
+    {"lr": 1.0},
+    {"lr": np.float64(1)},
+    {"lr": np.float32(1)},
+    {"lr": torch.tensor(1.0)},
+    {"lr": torch.tensor([1.0], dtype=torch.float64)},
+    {"lr": 1.0, "ns_schedule": [(3, -4.0, 2)]},
+    {"lr": 1.0, "ns_schedule": ((3.0, -4, 2.0),)},
+    {"lr": 1.0, "ns_schedule": np.array([[3.0, -4.0, 2.0]])},
+]
+
+
+def equal_in_value(rank: int, world: int) -> None:
+    """Numbers of any type, and keys that the optimizer does not know."""
+    mesh = mesh_over(*range(world))
+    named = {"a": weight(mesh), "b": weight(mesh, (4, 6))}
+    preflight = Preflight()
+    for first, second in itertools.product(EQUAL, EQUAL):
+        if ("ns_schedule" in first) == ("ns_schedule" in second):
+            known = ("lr", "ns_schedule")
+            mine = members("exact", named, **(second if rank else first), note=object(), of=rank)
+            assert not preflight.agree([replace(m, compared=known) for m in mine]).skip
+
+
+def test_equal_values_of_other_types_are_no_disagreement(ranks: RankPool) -> None:
+    ranks.run(equal_in_value, 2)
 
 
 def legal_orders(rank: int, world: int) -> None:

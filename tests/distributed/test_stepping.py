@@ -140,7 +140,11 @@ def failing_owner(rank: int, world: int, mode: str, how: str) -> list[tuple[str,
         gefen_muon.orthogonalise = raising if how == "raise" else lambda u, *_: u * torch.nan
     told = [refusal(optimizer), refusal(optimizer)]
     gefen_muon.orthogonalise = real
-    optimizer.load_state_dict(saved)
+    if rank == 0:
+        optimizer.load_state_dict(saved)
+    told.append(refusal(optimizer))
+    if rank != 0:
+        optimizer.load_state_dict(saved)
     optimizer.step()
     return told
 
@@ -156,10 +160,13 @@ def test_a_failing_owner_reaches_every_rank_and_a_load_mends(
 ) -> None:
     told = ranks.run(failing_owner, 3, mode, how)
     assert len({repr(each) for each in told}) == 1
-    for kind, message in told[0]:
-        assert kind == "PeerFailureError"
-        assert "load a checkpoint" in message
-        assert ("no room" if how == "raise" else "is not finite") in message
+    assert [kind for kind, _ in told[0]] == ["PeerFailureError"] * 3
+    first, second, half_loaded = [message for _, message in told[0]]
+    assert ("rank 2 failed with MemoryError" if how == "raise" else "is not finite") in first
+    assert "load a checkpoint" in first
+    assert "ranks 0-2 failed with" in second
+    assert "ranks 1-2 failed with" in half_loaded
+    assert "no checkpoint was loaded here since" in half_loaded
 
 
 def non_finite_gradient(rank: int, world: int, mode: str) -> None:

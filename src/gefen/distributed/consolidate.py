@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ARRIVAL_S = 60.0
 """How long a rank waits for the others before it gives up, in seconds."""
 
+_SHOWN = 4
 _GO, _ABANDONED = "go", "abandoned"
 
 
@@ -74,6 +76,8 @@ class Holding:
     """The part of one parameter's state that only its owner has."""
 
     name: str
+    steps: int
+    """How many the parameter has taken; every rank knows."""
     owner: int
     """Global rank."""
     group: dist.ProcessGroup
@@ -82,26 +86,52 @@ class Holding:
     """On the owner: tensors and whole numbers by key. None elsewhere."""
 
 
-def consolidate(holdings: Sequence[Holding], channel: Channel) -> dict[str, dict[str, Any]]:
-    """Give every rank the entries that each owner holds, by parameter name.
+def consolidate(holdings: Sequence[Holding], channel: Channel) -> list[dict[str, Any]]:
+    """Give every rank the entry of each holding, from its owner.
 
     Collective over ``channel``: all its ranks pass the same holdings in one order. Raises
-    :class:`CheckpointError` on every rank of it where an owner lacks an entry.
+    :class:`CheckpointError` on every rank of it where they do not, or where an owner lacks an
+    entry.
     """
     rank = dist.get_rank()
-    mine = {h.name: _outline(h.entry) for h in holdings if h.owner == rank}
+    mine = {
+        "listed": [[h.name, h.owner, h.steps] for h in holdings],
+        "outlines": [_outline(h.entry) if h.owner == rank else None for h in holdings],
+    }
     known = exchange([channel], {str(rank): mine}, "gathering the state of every owner")
-    lost = sorted(
-        f"{name!r} (owner: rank {owner})"
-        for owner, outlines in known.items()
-        for name, outline in outlines.items()
-        if outline is None
-    )
+    _compare({int(each): known[each]["listed"] for each in known})
+    outlines = [known[str(h.owner)]["outlines"][i] for i, h in enumerate(holdings)]
+    lost = [h for h, outline in zip(holdings, outlines, strict=True) if outline is None]
     if lost:
+        names = ", ".join(f"{h.name!r} (owner: rank {h.owner})" for h in lost)
         raise CheckpointError(
-            f"The state of {', '.join(lost)} is missing on its owner; load a complete checkpoint"
+            f"The state of {names} is missing on its owner; load a complete checkpoint"
         )
-    return {h.name: _broadcast(h, known[str(h.owner)][h.name]) for h in holdings}
+    return [_broadcast(h, outline) for h, outline in zip(holdings, outlines, strict=True)]
+
+
+def _compare(listed: Mapping[int, list[list[Any]]]) -> None:
+    """Raise, alike on every rank, where ranks do not list the same parameters and counts."""
+    first, *others = sorted(listed)
+    for rank in others:
+        if listed[rank] == listed[first]:
+            continue
+        differing = [
+            f"{_shown(one)} on rank {first}, {_shown(other)} on rank {rank}"
+            for one, other in zip_longest(listed[first], listed[rank])
+            if one != other
+        ]
+        raise CheckpointError(
+            f"Ranks hold different state: {'; '.join(differing[:_SHOWN])}. Load one checkpoint "
+            "on every rank"
+        )
+
+
+def _shown(listed: list[Any] | None) -> str:
+    if listed is None:
+        return "none"
+    name, owner, steps = listed
+    return f"{name!r} after {steps} step{'s' * (steps != 1)}, owned by rank {owner}"
 
 
 def _outline(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ Every rank calls :func:`explain` with the same gathered values and gets the same
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +35,19 @@ _NAME_THEM = "Pass model.named_parameters() instead of model.parameters()."
 def canonical(value: Any) -> str:
     """Write a hyperparameter so that equal values on two ranks are written alike.
 
-    A tensor on an accelerator is written without its value: reading it would wait for the
-    device's whole queue at every step.
+    Numbers are equal whatever their types, such as 1, 1.0 and ``numpy.float64(1)``.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or isinstance(value, (bool, str)):
         return repr(value)
-    if isinstance(value, torch.Tensor):
-        if value.device.type == "cpu" and value.numel() == 1:
-            return repr(value.item())
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return repr(int(number)) if number.is_integer() else repr(number)
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(canonical, value))})"
     return type(value).__name__
@@ -50,12 +55,12 @@ def canonical(value: Any) -> str:
 
 def ambiguity(records: Sequence[Record]) -> str | None:
     """Say why a rank's own parameters cannot be told apart, or None when they can."""
-    named = _repeated(records, lambda r: r["name"] is not None, ("name", "shape", "dtype"))
+    named = _repeated(records, lambda r: r["name"] is not None, ("name",))
     if named is not None:
-        (name, shape, dtype), positions = named
+        (name,), positions = named
         return (
-            f"the parameters at positions {_listed(positions)} all have the name {name!r}, shape "
-            f"{tuple(shape)} and dtype {dtype}; give each parameter its own name"
+            f"the parameters at positions {_listed(positions)} all have the name {name!r}; give "
+            "each parameter its own name"
         )
     fields = ("shape", "dtype", "placements", "mesh")
     bare = _repeated(records, lambda r: r["name"] is None, fields)
@@ -137,7 +142,10 @@ def explain(summaries: Mapping[str, Any], details: Mapping[str, Any]) -> Sharded
     """
     failures = {int(r): s["failure"] for r, s in summaries.items() if s["failure"]}
     if failures:
-        lines = [f"rank {rank} failed with {failures[rank]}" for rank in sorted(failures)]
+        said: dict[str, list[int]] = {}
+        for rank in sorted(failures):
+            said.setdefault(failures[rank], []).append(rank)
+        lines = [f"{_who(ranks)} failed with {text}" for text, ranks in said.items()]
         return PeerFailureError(_message("A rank failed before the step", lines, _UNCHANGED))
     faults = _fault_lines(summaries)
     if faults:
@@ -168,6 +176,7 @@ def _compare_units(summaries: Mapping[str, Any], details: Mapping[str, Any]) -> 
         (_order_lines, ParameterOrderError, "Parameters are registered in another order", _ORDER),
         (_presence_lines, GradientPresenceError, "Gradients are missing on some ranks", _GRADS),
         (_hyper_lines, HyperparameterMismatchError, "Hyperparameters differ", _HYPER),
+        (_state_lines, HyperparameterMismatchError, "The optimizer's state differs", _STATE),
     )
     described = [_described(summaries, details, unit) for unit in _disputed(summaries)]
     for find, kind, title, advice in checks:
@@ -186,6 +195,7 @@ _GRADS = (
     "where a rank has none."
 )
 _HYPER = "Set the same values on every rank."
+_STATE = "Make every rank's optimizer alike, and load the same checkpoint on all of them."
 
 Views = list[tuple[list[int], list[Record]]]
 
@@ -267,17 +277,26 @@ def _presence_lines(views: Views) -> list[str]:
 
 
 def _hyper_lines(views: Views) -> list[str]:
+    lines = _value_lines(views, "hyperparameters")
+    if not lines and _partition(views) > 1:
+        lines.append("the parameters are divided into parameter groups differently")
+    return lines
+
+
+def _state_lines(views: Views) -> list[str]:
+    return _value_lines(views, "state")
+
+
+def _value_lines(views: Views, kind: str) -> list[str]:
+    """kind: the part of the records that holds values by name."""
     said: dict[str, list[str]] = {}
     for position, record in enumerate(views[0][1] if views else []):
-        values = [(ranks, records[position]["hyperparameters"]) for ranks, records in views]
+        values = [(ranks, records[position][kind]) for ranks, records in views]
         for name in sorted({name for _, held in values for name in held}):
             if len({held.get(name) for _, held in values}) > 1:
                 parts = [f"{held.get(name, 'absent')} on {_who(ranks)}" for ranks, held in values]
                 said.setdefault(f"{name} is {', but '.join(parts)}", []).append(_label(record))
-    lines = [f"{text} for {_some(labels)}" for text, labels in said.items()]
-    if not lines and _partition(views) > 1:
-        lines.append("the parameters are divided into parameter groups differently")
-    return lines
+    return [f"{text} for {_some(labels)}" for text, labels in said.items()]
 
 
 def _partition(views: Views) -> int:

@@ -8,6 +8,7 @@ computed.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+
+Full = dict[Hashable, torch.Tensor]
+"""Tensors by the keys of their parcels."""
 
 BUCKET_BYTES = 64 * 2**20
 """Bound on what one rank sends or receives per bucket; one larger matrix travels alone."""
@@ -50,9 +54,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class Parcel:
-    """One matrix on its way: its shape, how it is split, and the group rank that owns it."""
+    """One matrix on its way: its shape, how it is split, and the group rank that owns it.
 
-    name: str
+    ``key`` is the caller's own; ranks tell parcels apart by their order alone.
+    """
+
+    key: Hashable
     shape: tuple[int, int]
     dim: int
     owner: int
@@ -174,8 +181,11 @@ def _by_owner(bucket: Sequence[Parcel], width: int) -> list[list[Parcel]]:
 
 
 def send_to_owners(
-    lane: Lane, bucket: Sequence[Parcel], shards: Mapping[str, torch.Tensor], like: torch.Tensor
-) -> Callable[[], dict[str, torch.Tensor]]:
+    lane: Lane,
+    bucket: Sequence[Parcel],
+    shards: Mapping[Hashable, torch.Tensor],
+    like: torch.Tensor,
+) -> Callable[[], Full]:
     """Start sending gradient shards to their owners.
 
     shards: this rank's shard of every parcel; like: a tensor of their dtype and device. Calling
@@ -185,32 +195,33 @@ def send_to_owners(
     mine = owned[lane.position]
     sends = [sum(p.shard_numel(lane.position) for p in held) for held in owned]
     receives = [sum(p.shard_numel(rank) for p in mine) for rank in range(lane.width)]
-    pieces = [shards[parcel.name] for held in owned for parcel in held]
+    pieces = [shards[parcel.key] for held in owned for parcel in held]
     transfer = _all_to_all(lane, pieces, sends, receives, like)
 
-    def finish() -> dict[str, torch.Tensor]:
+    def finish() -> Full:
         return _assemble(transfer.wait(), mine, lane.width)
 
     return finish
 
 
-def _assemble(
-    received: torch.Tensor, parcels: Sequence[Parcel], width: int
-) -> dict[str, torch.Tensor]:
-    matrices = {parcel.name: received.new_empty(parcel.shape) for parcel in parcels}
+def _assemble(received: torch.Tensor, parcels: Sequence[Parcel], width: int) -> Full:
+    matrices = {parcel.key: received.new_empty(parcel.shape) for parcel in parcels}
     offset = 0
     for rank in range(width):
         for parcel in parcels:
             size = parcel.shard_numel(rank)
             shard = received[offset : offset + size].view(parcel.shard_shape(rank))
-            parcel.shard_of(matrices[parcel.name], rank).copy_(shard)
+            parcel.shard_of(matrices[parcel.key], rank).copy_(shard)
             offset += size
     return matrices
 
 
 def send_from_owners(
-    lane: Lane, bucket: Sequence[Parcel], updates: Mapping[str, torch.Tensor], like: torch.Tensor
-) -> Callable[[], dict[str, torch.Tensor]]:
+    lane: Lane,
+    bucket: Sequence[Parcel],
+    updates: Mapping[Hashable, torch.Tensor],
+    like: torch.Tensor,
+) -> Callable[[], Full]:
     """Start sending update shards back.
 
     updates: the whole bfloat16 update of every parcel that this rank owns. Calling the result
@@ -220,15 +231,15 @@ def send_from_owners(
     mine = owned[lane.position]
     sends = [sum(p.shard_numel(rank) for p in mine) for rank in range(lane.width)]
     receives = [sum(p.shard_numel(lane.position) for p in held) for held in owned]
-    pieces = [p.shard_of(updates[p.name], rank) for rank in range(lane.width) for p in mine]
+    pieces = [p.shard_of(updates[p.key], rank) for rank in range(lane.width) for p in mine]
     transfer = _all_to_all(lane, pieces, sends, receives, like)
 
-    def finish() -> dict[str, torch.Tensor]:
+    def finish() -> Full:
         received, shards, offset = transfer.wait(), {}, 0
         for parcel in (p for held in owned for p in held):
             size = parcel.shard_numel(lane.position)
             shape = parcel.shard_shape(lane.position)
-            shards[parcel.name] = received[offset : offset + size].view(shape)
+            shards[parcel.key] = received[offset : offset + size].view(shape)
             offset += size
         return shards
 
@@ -236,18 +247,21 @@ def send_from_owners(
 
 
 def gather_everywhere(
-    lane: Lane, bucket: Sequence[Parcel], shards: Mapping[str, torch.Tensor], like: torch.Tensor
-) -> Callable[[], dict[str, torch.Tensor]]:
+    lane: Lane,
+    bucket: Sequence[Parcel],
+    shards: Mapping[Hashable, torch.Tensor],
+    like: torch.Tensor,
+) -> Callable[[], Full]:
     """Start gathering whole matrices on every rank; calling the result waits for them."""
     sizes = [sum(p.shard_numel(rank) for p in bucket) for rank in range(lane.width)]
     sent = like.new_zeros(max(sizes))
-    flat = [shards[parcel.name].reshape(-1) for parcel in bucket]
+    flat = [shards[parcel.key].reshape(-1) for parcel in bucket]
     sent[: sizes[lane.position]] = torch.cat(flat)
     received = like.new_empty(lane.width * max(sizes))
     work = all_gather_tensor(received, sent, lane.group, async_op=True)
     transfer = _Transfer(work, sent, received)
 
-    def finish() -> dict[str, torch.Tensor]:
+    def finish() -> Full:
         rows = transfer.wait().view(lane.width, max(sizes))
         packed = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
         return _assemble(packed, bucket, lane.width)
@@ -257,8 +271,8 @@ def gather_everywhere(
 
 def double_buffered(
     buckets: Sequence[Sequence[Parcel]],
-    start: Callable[[Sequence[Parcel]], Callable[[], dict[str, torch.Tensor]]],
-) -> Iterator[tuple[Sequence[Parcel], dict[str, torch.Tensor]]]:
+    start: Callable[[Sequence[Parcel]], Callable[[], Full]],
+) -> Iterator[tuple[Sequence[Parcel], Full]]:
     """Give each bucket with what its exchange brought; the next one is already under way."""
     ahead = start(buckets[0]) if buckets else None
     for index, bucket in enumerate(buckets):

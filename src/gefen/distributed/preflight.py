@@ -31,11 +31,13 @@ from gefen.distributed.mesh import (
 from gefen.parameters import is_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _FINGERPRINT, _FINGERPRINT_NEGATED, _ROUNDS, _ROUNDS_NEGATED = range(4)
 _FLAGS = 4
-_NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "sharded_mode"})
+_STANDING = ("step", "the place of its owner")
+_STATE = frozenset({"codebook", "global_step"})
+"""Facts that a checkpoint brings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,10 @@ class Member:
     """A parameter that takes part in a sharded step.
 
     ``explicit`` says whether the user gave ``name``. ``group`` is the parameter group that holds
-    its hyperparameters and ``facts`` what else must agree, such as the kind of the optimizer;
-    both are read anew at every step.
+    its hyperparameters, of which those ``compared`` must agree, and ``facts`` what else must, such
+    as the kind of the optimizer; both are read anew at every step. So is ``standing``: the steps
+    that the parameter has taken, and the place in its group of the rank that alone holds its
+    momentum, each None where there is none.
     """
 
     name: str
@@ -52,7 +56,9 @@ class Member:
     parameter: torch.Tensor
     group: Mapping[str, Any]
     sharded_mode: str
+    compared: Collection[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    standing: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
 
 
 class Agreed(NamedTuple):
@@ -79,7 +85,8 @@ class _Unit:
     """What the ranks of one rank set must agree on: their parameters in registration order."""
 
     members: list[Member]
-    groups: list[Mapping[str, Any]]
+    heads: list[Member]
+    """The first member of each parameter group."""
     facts: list[Mapping[str, Any]]
     records: list[dict[str, Any]]
     static: bytes
@@ -163,8 +170,7 @@ class Preflight:
             for channel in mesh_channels(mesh):
                 channels.setdefault(channel, set()).add(keys[id(mesh)].ranks)
         self._units = {ranks: _make_unit(held, keys) for ranks, held in sets.items()}
-        records = [record for unit in self._units.values() for record in unit.records]
-        self._fault = diagnosis.ambiguity(records)
+        self._fault = diagnosis.ambiguity([_record(m, keys[id(_mesh(m))], 0) for m in shared])
         ordered = sorted(channels, key=lambda channel: channel.key)
         self._channels = {channel: sorted(channels[channel]) for channel in ordered}
         self._members = members
@@ -176,9 +182,12 @@ class Preflight:
     def _digests(self) -> dict[tuple[int, ...], bytes]:
         texts: dict[int, bytes] = {}
         for unit in self._units.values():
-            for values in (*unit.groups, *unit.facts):
-                if id(values) not in texts:
-                    texts[id(values)] = repr(_hyperparameters(values)).encode()
+            for head in unit.heads:
+                if id(head.group) not in texts:
+                    texts[id(head.group)] = repr(_hyperparameters(head)).encode()
+            for facts in unit.facts:
+                if id(facts) not in texts:
+                    texts[id(facts)] = repr(_canonical(facts)).encode()
         return {ranks: _digest(unit, texts) for ranks, unit in self._units.items()}
 
     def _rounds(self, digests: Mapping[tuple[int, ...], bytes], flags: _Flags) -> _Flags:
@@ -234,16 +243,16 @@ def _mesh(member: Member) -> Any:
 
 
 def _make_unit(members: list[Member], keys: Mapping[int, MeshKey]) -> _Unit:
-    groups: dict[int, Mapping[str, Any]] = {}
+    heads: dict[int, Member] = {}
     positions: dict[int, int] = {}
     records = []
     for member in members:
-        groups.setdefault(id(member.group), member.group)
+        heads.setdefault(id(member.group), member)
         position = positions.setdefault(id(member.group), len(positions))
         records.append(_record(member, keys[id(_mesh(member))], position))
     static = hashlib.blake2b(repr([sorted(r.items()) for r in records]).encode()).digest()
     facts = {id(member.facts): member.facts for member in members}
-    return _Unit(members, list(groups.values()), list(facts.values()), records, static)
+    return _Unit(members, list(heads.values()), list(facts.values()), records, static)
 
 
 def _record(member: Member, mesh: MeshKey, group: int) -> dict[str, Any]:
@@ -260,18 +269,20 @@ def _record(member: Member, mesh: MeshKey, group: int) -> dict[str, Any]:
     }
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return sorted(
-        (name, diagnosis.canonical(value))
-        for name, value in group.items()
-        if name not in _NOT_HYPERPARAMETERS
-    )
+def _hyperparameters(member: Member) -> list[tuple[str, str]]:
+    group = member.group
+    return _canonical({name: group[name] for name in member.compared if name in group})
+
+
+def _canonical(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((name, diagnosis.canonical(value)) for name, value in values.items())
 
 
 def _digest(unit: _Unit, texts: Mapping[int, bytes]) -> bytes:
     digest = hashlib.blake2b(unit.static, digest_size=16)
     digest.update(bytes([member.parameter.grad is not None for member in unit.members]))
-    for values in (*unit.groups, *unit.facts):
+    digest.update(repr([member.standing() for member in unit.members]).encode())
+    for values in (*(head.group for head in unit.heads), *unit.facts):
         digest.update(texts[id(values)])
     return digest.digest()
 
@@ -290,14 +301,19 @@ def _reduce(channel: Channel, slots: list[int]) -> list[int]:
 
 
 def _describe(unit: _Unit) -> list[dict[str, Any]]:
-    texts = [dict(_hyperparameters(group)) for group in unit.groups]
+    texts = [dict(_hyperparameters(head)) for head in unit.heads]
+    facts = {id(values): _canonical(values) for values in unit.facts}
     return [
         {
             **record,
             "hyperparameters": {
-                **dict(_hyperparameters(member.facts)),
                 **texts[record["group"]],
+                **{name: text for name, text in facts[id(member.facts)] if name not in _STATE},
                 "sharded_mode": repr(record["sharded_mode"]),
+            },
+            "state": {
+                **{name: text for name, text in facts[id(member.facts)] if name in _STATE},
+                **dict(zip(_STANDING, map(repr, member.standing()), strict=True)),
             },
             "has_grad": member.parameter.grad is not None,
         }

@@ -6,7 +6,6 @@ the preflight has compared, so every rank enters the same exchanges in the same 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from gefen.distributed.exchange import (
+    Full,
     Lane,
     Parcel,
     double_buffered,
@@ -36,13 +36,12 @@ from gefen.distributed.mesh import (
     peers_expected,
 )
 from gefen.distributed.ownership import assign_owners
-from gefen.errors import PeerFailureError
+from gefen.errors import PeerFailureError, UnsupportedParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
-Full = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ class Matrix:
     parameter: DTensor
     mode: str
     handle: Any = None
+
+    @property
+    def key(self) -> int:
+        """Tells matrices apart on this rank: names may repeat, and not all matrices have one."""
+        return id(self.parameter)
 
 
 @dataclass(frozen=True)
@@ -76,27 +80,36 @@ class _Route:
 
 
 class Routes:
-    """The routes of all sharded matrices of an optimizer, whether they have gradients or not."""
+    """The routes of all sharded matrices of an optimizer, whether they have gradients or not.
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
+    kept: owners of matrices that must stay where they are, by the matrices' keys.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], kept: Mapping[int, int] | None = None) -> None:
         meshes = {id(m.parameter.device_mesh): m.parameter.device_mesh for m in matrices}
         keys = dict(zip(meshes, identify_meshes(meshes.values()), strict=True))
         splits = [_split(matrix) for matrix in matrices]
-        _warn_of_fallback([m for m, s in zip(matrices, splits, strict=True) if s is None])
+        self.unserved = [m for m, s in zip(matrices, splits, strict=True) if _is_unserved(m, s)]
+        """Those that ``distributed`` steps as ``exact`` does."""
         self._routes: dict[int, _Route] = {}
         together: dict[tuple[MeshKey, int], list[tuple[Matrix, int]]] = {}
         for matrix, split in zip(matrices, splits, strict=True):
             key = keys[id(matrix.parameter.device_mesh)]
             if split is None:
-                self._routes[id(matrix.parameter)] = _Route(key, -1)
+                self._routes[matrix.key] = _Route(key, -1)
             else:
                 together.setdefault((key, split[0]), []).append((matrix, split[1]))
         for (key, dimension), held in together.items():
-            self._routes |= _parcels(key, dimension, held)
+            self._routes |= _parcels(key, dimension, held, kept or {})
 
     def of(self, matrix: Matrix) -> _Route:
         """How a matrix travels."""
-        return self._routes[id(matrix.parameter)]
+        return self._routes[matrix.key]
+
+    def owner(self, matrix: Matrix) -> int | None:
+        """Place in its group of the only rank that holds a matrix's momentum; None: all do."""
+        route = self.of(matrix)
+        return self.parcel(matrix).owner if route.distributed else None
 
     def owned(self, matrix: Matrix) -> bool:
         """Whether this rank computes the update of a matrix and holds its momentum."""
@@ -138,46 +151,51 @@ class Routes:
 
 
 def _split(matrix: Matrix) -> tuple[int, int] | None:
-    """(mesh dimension, tensor dimension) of a matrix that can travel by parcel, else None."""
+    """(mesh dimension, tensor dimension) of a matrix that can travel by parcel, else None.
+
+    Raises where this rank's shard is not the one that DTensor would place here: no exchange,
+    DTensor's own included, can tell what it holds.
+    """
     parameter = matrix.parameter
     found = sharded_dimension(parameter)
-    if found is not None:
-        lane = lane_of(parameter.device_mesh, found[0])
-        span = spans_of(parameter.shape[found[1]], lane)[lane.position]
-        if parameter.to_local().shape[found[1]] == span.stop - span.start:
-            return found
-    return None
-
-
-def _warn_of_fallback(matrices: Sequence[Matrix]) -> None:
-    found: dict[str, list[str]] = {}
-    for matrix in matrices:
-        placements = matrix.parameter.placements
-        replicated = all(isinstance(placement, Replicate) for placement in placements)
-        if matrix.mode == "distributed" and not replicated:
-            found.setdefault(repr(placements), []).append(repr(matrix.name))
-    for layout, names in found.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        warnings.warn(
-            f"sharded_mode='distributed' cannot serve placements {layout}: "
-            f"{', '.join(names[:4])}{more} are stepped as in 'exact'",
-            stacklevel=2,
+    if found is None:
+        return None
+    lane = lane_of(parameter.device_mesh, found[0])
+    span = spans_of(parameter.shape[found[1]], lane)[lane.position]
+    held = parameter.to_local().shape[found[1]]
+    if held != span.stop - span.start:
+        raise UnsupportedParameterError(
+            f"Parameter {matrix.name!r} of shape {tuple(parameter.shape)} and placements "
+            f"{parameter.placements} has a shard of length {held} on this rank instead of "
+            f"{span.stop - span.start}: distribute it with distribute_tensor or fully_shard"
         )
+    return found
+
+
+def _is_unserved(matrix: Matrix, split: tuple[int, int] | None) -> bool:
+    replicated = all(isinstance(placement, Replicate) for placement in matrix.parameter.placements)
+    return split is None and matrix.mode == "distributed" and not replicated
 
 
 def _parcels(
-    key: MeshKey, dimension: int, held: Sequence[tuple[Matrix, int]]
+    key: MeshKey, dimension: int, held: Sequence[tuple[Matrix, int]], kept: Mapping[int, int]
 ) -> dict[int, _Route]:
     """held: matrices with the tensor dimension that is split."""
     lane = lane_of(held[0][0].parameter.device_mesh, dimension)
-    spread = {m.name: _shape(m) for m, _ in held if m.mode == "distributed"}
-    owners = assign_owners(spread, lane.width)
+    # Ties go by registration, which ranks have in common where they do not have names.
+    places = {m.key: (m.name, i) for i, (m, _) in enumerate(held) if m.mode == "distributed"}
+    owners = assign_owners(
+        {places[m.key]: _shape(m) for m, _ in held if m.key in places},
+        lane.width,
+        {places[k]: owner for k, owner in kept.items() if k in places and owner < lane.width},
+    )
     routes = {}
     for matrix, dim in held:
         spans = spans_of(matrix.parameter.shape[dim], lane)
-        owner = owners.get(matrix.name, 0)
-        parcel = Parcel(matrix.name, _shape(matrix), dim, owner, spans)
-        routes[id(matrix.parameter)] = _Route(key, dimension, lane, parcel, matrix.name in owners)
+        distributed = matrix.key in places
+        owner = owners[places[matrix.key]] if distributed else 0
+        parcel = Parcel(matrix.key, _shape(matrix), dim, owner, spans)
+        routes[matrix.key] = _Route(key, dimension, lane, parcel, distributed)
     return routes
 
 
@@ -193,18 +211,18 @@ def whole_gradients(
     for route, held in routes.trips(matrices):
         for bucket, full, _ in _deliveries(routes, route, held):
             for matrix in bucket:
-                if matrix.name in full:
-                    yield matrix, full[matrix.name]
+                if matrix.key in full:
+                    yield matrix, full[matrix.key]
 
 
 def _deliveries(
     routes: Routes, route: _Route, held: Sequence[Matrix]
 ) -> Iterator[tuple[list[Matrix], Full, list[Parcel]]]:
     """Give each bucket of one trip with the whole gradients that came to this rank."""
-    by_name = {matrix.name: matrix for matrix in held}
+    by_key: dict[Hashable, Matrix] = {matrix.key: matrix for matrix in held}
     if route.lane is None:
         for matrix in held:
-            yield [matrix], {matrix.name: _gradient(matrix).full_tensor()}, []
+            yield [matrix], {matrix.key: _gradient(matrix).full_tensor()}, []
         return
     lane = route.lane
     like = held[0].parameter.to_local()
@@ -212,12 +230,12 @@ def _deliveries(
     parcels = [routes.parcel(matrix) for matrix in held]
 
     def start(bucket: Sequence[Parcel]) -> Callable[[], Full]:
-        shards = {p.name: _gradient(by_name[p.name]).to_local() for p in bucket}
+        shards = {p.key: _gradient(by_key[p.key]).to_local() for p in bucket}
         return send(lane, bucket, shards, like)
 
     buckets = make_buckets(parcels, lane.width, like.element_size())
     for bucket, full in double_buffered(buckets, start):
-        yield [by_name[p.name] for p in bucket], full, list(bucket)
+        yield [by_key[p.key] for p in bucket], full, list(bucket)
 
 
 def _gradient(matrix: Matrix) -> DTensor:
@@ -251,19 +269,19 @@ def step(
 ) -> Exception | None:
     """Update every matrix. Return this rank's first error, having kept up all exchanges.
 
-    compute: takes matrices with their whole gradients and gives their whole updates by name,
+    compute: takes matrices with their whole gradients and gives their whole updates by key,
     bfloat16 where they travel; apply: takes a matrix and this rank's shard of its update.
     """
     failure = StepFailure()
 
     def computed(bucket: Sequence[Matrix], full: Full) -> Full:
-        mine = [(matrix, full[matrix.name]) for matrix in bucket if matrix.name in full]
+        mine = [(matrix, full[matrix.key]) for matrix in bucket if matrix.key in full]
         return failure.keep(lambda: compute(mine), {})
 
-    def applied(bucket: Sequence[Matrix], shards: Mapping[str, torch.Tensor]) -> None:
+    def applied(bucket: Sequence[Matrix], shards: Full) -> None:
         for matrix in bucket:
-            if matrix.name in shards:
-                shard = shards[matrix.name]
+            if matrix.key in shards:
+                shard = shards[matrix.key]
                 failure.keep(lambda m=matrix, s=shard: apply(m, s), None)  # type: ignore[misc]
 
     for route, held in routes.trips(matrices):
@@ -273,13 +291,13 @@ def step(
         else:
             for bucket, full, _ in deliveries:
                 updates = computed(bucket, full)
-                applied(bucket, {m.name: _own(routes, m, updates) for m in bucket if updates})
+                applied(bucket, {m.key: _own(routes, m, updates) for m in bucket if updates})
     return failure.error
 
 
 def _own(routes: Routes, matrix: Matrix, updates: Full) -> torch.Tensor:
     """This rank's shard of an update that it has as a whole."""
-    update, route = updates[matrix.name], routes.of(matrix)
+    update, route = updates[matrix.key], routes.of(matrix)
     if route.lane is not None and route.parcel is not None:
         return route.parcel.shard_of(update, route.lane.position).contiguous()
     mesh, placements = matrix.parameter.device_mesh, matrix.parameter.placements
@@ -290,7 +308,7 @@ def _step_distributed(
     route: _Route,
     deliveries: Iterator[tuple[list[Matrix], Full, list[Parcel]]],
     computed: Callable[[Sequence[Matrix], Full], Full],
-    applied: Callable[[Sequence[Matrix], Mapping[str, torch.Tensor]], None],
+    applied: Callable[[Sequence[Matrix], Full], None],
 ) -> None:
     """Compute a bucket while the next gradients and the last updates are on their way."""
     lane = route.lane
@@ -300,8 +318,8 @@ def _step_distributed(
         updates = computed(bucket, full)
         like = bucket[0].parameter.to_local().new_empty(0, dtype=torch.bfloat16)
         for parcel in parcels:
-            if parcel.owner == lane.position and parcel.name not in updates:
-                updates[parcel.name] = like.new_zeros(parcel.shape)
+            if parcel.owner == lane.position and parcel.key not in updates:
+                updates[parcel.key] = like.new_zeros(parcel.shape)
         finish = send_from_owners(lane, parcels, updates, like)
         if returning is not None:
             applied(returning[0], returning[1]())
