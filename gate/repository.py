@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
+from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure, WheelRejected
 from gate.runner import Runner
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +59,49 @@ class Repository:
                 next_step="commit, stash or remove these, or --no-tag-check",
             )
 
+    def demand_release(self, version: Version) -> str:
+        """Check that the clean HEAD carries the tag of ``version``; return HEAD's full id.
+
+        Raises:
+            EvidenceRejected: it does not, or there is no telling.
+        """
+        head = self._git("rev-parse", "HEAD")
+        if not head:
+            raise EvidenceRejected(
+                f"{self.root} is no git checkout, so nothing shows what is released.",
+                next_step=f"publish from a clone of the repository, at tag v{version}",
+            )
+        # Not as the user's configuration likes to see it.
+        options = ("--porcelain", "--untracked-files=normal", "--ignore-submodules=none")
+        changes = self._git("status", *options)
+        if changes != "":
+            raise EvidenceRejected(
+                f"The checkout differs from the commit {head[:12]}.",
+                findings=(changes or "git cannot tell how").splitlines(),
+                next_step="commit, stash or remove these, then build and gate again",
+            )
+        if version not in map(_version_or_none, self._words("tag", "--points-at", "HEAD")):
+            raise self._untagged(version, head)
+        return head
+
+    def _untagged(self, version: Version, head: str) -> EvidenceRejected:
+        elsewhere = [tag for tag in self._words("tag") if _version_or_none(tag) == version]
+        if not elsewhere:
+            return EvidenceRejected(
+                f"There is no tag for version {version}.",
+                next_step=f"git tag v{version} && git push origin v{version}, if {head[:12]} "
+                "is the commit to release",
+            )
+        tag = elsewhere[0]
+        tagged = self._git("rev-parse", f"refs/tags/{tag}^{{commit}}") or "unknown"
+        return EvidenceRejected(
+            f"Tag {tag} is {tagged[:12]}, but {head[:12]} is checked out.",
+            next_step=f"git checkout {tag}, then publish what was built and gated there",
+        )
+
+    def _words(self, *arguments: str) -> list[str]:
+        return (self._git(*arguments) or "").split()
+
     def _git(self, *arguments: str) -> str | None:
         """Return what git prints, or None where it fails."""
         with tempfile.TemporaryDirectory(prefix="gate-git-") as scratch:
@@ -88,6 +131,13 @@ def tag_version(tag: str) -> Version:
             f"TAG {tag!r} is not a version tag such as v1.2.0.",
             next_step="a wheel is given with --wheel",
         ) from None
+
+
+def _version_or_none(tag: str) -> Version | None:
+    try:
+        return tag_version(tag)
+    except UsageFailure:
+        return None
 
 
 def demand_version(tag: str, version: Version) -> None:

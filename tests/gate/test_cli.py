@@ -25,7 +25,9 @@ def test_every_error_has_a_documented_exit_code() -> None:
     assert {error.exit_code for error in every_error()} | {0} == set(EXIT_CODES)
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["machine"], ["verify"], ["build"]])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in cli.gate.commands)], ids=lambda words: " ".join(words)
+)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_tells_everything(gate: Gate, command: list[str], flag: str) -> None:
     done = gate(*command, flag)
