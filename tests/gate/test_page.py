@@ -1,0 +1,146 @@
+"""What a person reads in report.html and report.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gate import page
+
+PASSED: dict[str, Any] = {
+    "wheel": "gefen_cuda-0.1.0-py3-none-any.whl",
+    "sha256": "ab" * 32,
+    "profile": "cpu",
+    "environment": "torch2.13.0",
+    "result": "passed",
+    "phases": [
+        {"name": "audit", "status": "passed", "seconds": 1.0, "detail": "33 files"},
+        {"name": "regressions", "status": "passed", "seconds": 3.0, "detail": ""},
+    ],
+    "passed_tests": ["single/test_a.py::test_b", "single/test_a.py::test_c"],
+    "failures": [],
+    "uncovered": ["gpu: no GPU"],
+    "facts": {"torch": "2.13.0", "gpus": [{"name": "H200", "arch": "sm_90"}]},
+    "embedded_archs": ["sm_80", "sm_90"],
+    "executed_archs": ["sm_90"],
+}
+HANG = {"where": "ranks-2: rank 1", "reason": "hung", "detail": 'File "x.py", line 3 in step'}
+FAILED = {**PASSED, "environment": "floor", "result": "failed", "failures": [HANG], "facts": {}}
+
+
+Written = Callable[..., tuple[str, str]]
+"""Writes a page about records; returns it as HTML and as Markdown."""
+
+
+class Text(HTMLParser):
+    """The page as a person's eyes and a browser's network see it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    def write(*records: object) -> tuple[str, str]:
+        for number, record in enumerate(records):
+            folder = tmp_path / "runs" / "wheel" / str(number)
+            folder.mkdir(parents=True)
+            text = record if isinstance(record, str) else json.dumps(record)
+            (folder / "report.json").write_text(text)
+        html, markdown = page.write(tmp_path)
+        return html.read_text(), markdown.read_text()
+
+    return write
+
+
+def shown(html: str) -> str:
+    return " ".join(" ".join(Text(html).words).split())
+
+
+def test_every_wheel_has_a_cell_for_each_environment_and_profile(written: Written) -> None:
+    other = {**PASSED, "wheel": "other-1-py3-none-any.whl", "profile": "gpu"}
+    html, markdown = written(PASSED, FAILED, other)
+    assert "2 of 3 runs passed" in shown(html)
+    assert "2 of 3 runs passed" in markdown
+    assert html.count("<td") == 6
+    assert shown(html).count("not run") == 3
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {5}
+
+
+def test_failures_come_with_their_log_and_before_what_passed(written: Written) -> None:
+    html, markdown = written(PASSED, FAILED)
+    for text in (shown(html), markdown):
+        assert "ranks-2: rank 1" in text
+        assert 'File "x.py", line 3 in step' in text
+    assert html.index('id="run-2"') < html.index('id="run-1"')
+    assert markdown.index("`floor`: failed") < markdown.index("`torch2.13.0`: passed")
+
+
+def test_alike_failures_are_one_and_different_logs_are_all_shown(written: Written) -> None:
+    failures = [{**HANG, "where": f"rank {n}", "detail": "same"} for n in range(3)]
+    html, _ = written({**FAILED, "failures": [*failures, {**HANG, "detail": "other"}]})
+    assert html.count("<pre") == 2
+    assert "(3 times)" in shown(html)
+
+
+def test_executed_and_embedded_gpu_code_are_told_apart(written: Written) -> None:
+    html, markdown = written(PASSED)
+    for text in (shown(html), markdown):
+        assert "sm_80 embedded only" in text
+        assert "sm_90 executed" in text
+        assert "H200" in text
+
+
+def test_the_timeline_places_phases_one_after_the_other(written: Written) -> None:
+    html, _ = written(PASSED)
+    assert "left: 0.00%; width: 25.00%" in html
+    assert "left: 25.00%; width: 75.00%" in html
+
+
+def test_a_log_cannot_inject_anything(written: Written) -> None:
+    hostile = "<script src=//evil></script> `a` ```\n# heading | cell"
+    html, markdown = written(
+        {**FAILED, "failures": [{**HANG, "reason": hostile, "detail": hostile}]}
+    )
+    assert "script" not in Text(html).tags
+    assert hostile.split("\n")[0] in shown(html)
+    assert f"````text\n{hostile}\n````" in markdown
+    assert "\n# heading | cell\n**" not in markdown
+
+
+def test_the_page_needs_no_network(written: Written) -> None:
+    html, _ = written(PASSED, FAILED)
+    assert all(link.startswith("#run-") for link in Text(html).links)
+    assert "url(" not in html
+    assert "default-src 'none'" in html
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"wheel": 3}', '{"wheel": "w", "phases": 1}'])
+def test_an_unreadable_record_is_named_beside_the_others(written: Written, text: str) -> None:
+    html, markdown = written(PASSED, text)
+    for shown_text in (shown(html), markdown):
+        assert "runs/wheel/1/report.json" in shown_text
+        assert "1 of 1 run passed" in shown_text
+    assert 'class="verdict failed"' in html
+
+
+def test_long_logs_end_with_their_end() -> None:
+    text = page.tail("\n".join(map(str, range(1000))), 3)
+    assert text.splitlines() == ["[997 lines before these are in the log]", "997", "998", "999"]
