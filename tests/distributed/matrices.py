@@ -34,6 +34,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 Place = Callable[[str, torch.Tensor], torch.Tensor]
 
 
+def give(params: dict[str, nn.Parameter], place: Place, step: int) -> None:
+    for name, param in params.items():
+        grad = gradient(name, step, param.dtype)
+        param.grad = None if grad is None else place(name, grad)
+
+
 def train(
     optimizer: torch.optim.Optimizer,
     params: dict[str, nn.Parameter],
@@ -41,9 +47,7 @@ def train(
     steps: range = range(STEPS),
 ) -> dict[str, torch.Tensor]:
     for step in steps:
-        for name, param in params.items():
-            grad = gradient(name, step, param.dtype)
-            param.grad = None if grad is None else place(name, grad)
+        give(params, place, step)
         optimizer.step()
     return {name: whole(param.detach()).clone() for name, param in params.items()}
 

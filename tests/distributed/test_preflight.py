@@ -425,47 +425,45 @@ def test_a_skip_asked_by_one_rank_is_a_skip_on_every_rank(ranks: RankPool) -> No
 
 
 def count_calls(rank: int, world: int, count: int) -> list[list[tuple[str, int]]]:
-    counter = Collectives()
     mesh = mesh_over(*range(world))
     mine = members("exact", {f"w{i}": weight(mesh) for i in range(count)})
     preflight = Preflight()
     preflight.agree(mine)
-    counter.take()
     per_step = []
-    for _ in range(2):
-        preflight.agree(mine)
-        per_step.append(counter.take())
+    with Collectives() as counter:
+        for _ in range(2):
+            preflight.agree(mine)
+            per_step.append(counter.take())
     return per_step
 
 
 @pytest.mark.parametrize("count", [1, 300])
 def test_a_step_costs_one_small_all_reduce_per_group(ranks: RankPool, count: int) -> None:
     for per_step in ranks.run(count_calls, 2, count):
-        assert per_step == [[("all_reduce", 80)]] * 2
+        assert per_step == [[("allreduce", 80)]] * 2
 
 
 def count_chain(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Collectives()
     good, _ = chain(rank, world, "exact")
     preflight = Preflight()
     preflight.agree(good)
-    counter.take()
-    preflight.agree(good)
+    with Collectives() as counter:
+        preflight.agree(good)
     return counter.take()
 
 
 def test_a_chain_costs_its_rounds_per_group(ranks: RankPool) -> None:
     counted = ranks.run(count_chain, 4)
     assert [len(calls) for calls in counted] == [3, 6, 6, 3]
-    assert {call for calls in counted for call in calls} == {("all_reduce", 80)}
+    assert {call for calls in counted for call in calls} == {("allreduce", 80)}
 
 
 def count_nothing(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Collectives()
     plain = Member("a", True, torch.zeros(2, 2), group(), "exact", ("lr",))
-    assert not Preflight().agree([plain]).skip
-    with pytest.raises(ValueError, match="mine"):
-        Preflight().agree([plain], failure=ValueError("mine"))
+    with Collectives() as counter:
+        assert not Preflight().agree([plain]).skip
+        with pytest.raises(ValueError, match="mine"):
+            Preflight().agree([plain], failure=ValueError("mine"))
     return counter.take()
 
 
@@ -475,10 +473,10 @@ def test_plain_tensors_enter_no_collective(ranks: RankPool, world: int) -> None:
 
 
 def one_rank_mesh(rank: int, world: int) -> list[tuple[str, int]]:
-    counter = Collectives()
     meshes = [mesh_over(r) for r in range(world)]
     named = {"a": weight(meshes[rank]), "b": weight(meshes[rank])}
-    assert not Preflight().agree(members("exact", named)).skip
+    with Collectives() as counter:
+        assert not Preflight().agree(members("exact", named)).skip
     return counter.take()
 
 

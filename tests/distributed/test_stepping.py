@@ -11,6 +11,7 @@ from matrices import (
     alone,
     initial,
     layout,
+    over,
     parameters,
     settings_of,
     train,
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gefen import GefenMuon
-from gefen.distributed import exchange
+from gefen.distributed import exchange, stepping
 
 
 def compare(rank: int, world: int, where: str, mode: str, chosen: str, bucket_bytes: int) -> None:
@@ -83,12 +84,12 @@ def test_an_unserved_layout_warns_and_is_stepped_exactly(ranks: RankPool) -> Non
 def collectives_of_a_step(rank: int, world: int, mode: str) -> tuple[list[str], int, int]:
     """Collectives of the last step, momentum bytes held, elements of all matrices."""
     place = layout("rows", world)
-    params, counter = parameters(place), Collectives()
+    params = parameters(place)
     optimizer = GefenMuon(params.items(), sharded_mode=mode)
     train(optimizer, params, place, range(3))
     train(optimizer, params, place, range(3, 4))
-    counter.take()
-    optimizer.step()
+    with Collectives() as counter:
+        optimizer.step()
     calls = [name for name, _ in counter.take()]
     state = optimizer.state_dict if mode == "exact" else None
     held = sum(e["index"].numel() for e in optimizer.state.values() if "index" in e)
@@ -99,24 +100,96 @@ def collectives_of_a_step(rank: int, world: int, mode: str) -> tuple[list[str], 
 def test_distributed_momentum_exists_on_owners_alone(ranks: RankPool) -> None:
     told = ranks.run(collectives_of_a_step, 3, "distributed")
     assert sum(held for _, held, _ in told) == told[0][2]
-    assert all(calls.count("all_reduce") == 1 for calls, _, _ in told)
-    assert all(calls.count("all_to_all_single") == 2 for calls, _, _ in told)
+    agree, there, back, close = "allreduce", "alltoall_base", "alltoall_base", "allgather_base"
+    assert all(calls == [agree, there, back, close] for calls, _, _ in told)
 
 
 def test_exact_momentum_exists_everywhere(ranks: RankPool) -> None:
     told = ranks.run(collectives_of_a_step, 2, "exact")
     assert all(held == elements for _, held, elements in told)
-    assert all(calls.count("all_reduce") == 1 for calls, _, _ in told)
+    assert all(calls == ["allreduce", "allgather_base", "allgather_base"] for calls, _, _ in told)
 
 
 def test_small_buckets_are_more_exchanges_of_the_same_bits(ranks: RankPool) -> None:
     for calls in ranks.run(calls_with_small_buckets, 2):
-        assert calls.count("all_to_all_single") > 4
+        assert calls.count("alltoall_base") > 4
 
 
 def calls_with_small_buckets(rank: int, world: int) -> list[str]:
     exchange.BUCKET_BYTES = 64
     return collectives_of_a_step(rank, world, "distributed")[0]
+
+
+def traffic_of_a_step(rank: int, world: int) -> tuple[int, int]:
+    """Bytes that a step sends to other ranks in exchanges of matrices; elements of all."""
+    exchange.BUCKET_BYTES = 1024
+    place = over(DeviceMesh("cpu", list(range(world))), Shard(0))
+    full = [torch.ones(12, 6) for _ in range(2 * world)]
+    params = {f"w{i}": nn.Parameter(place("", value)) for i, value in enumerate(full)}
+    optimizer = GefenMuon(params.items(), sharded_mode="distributed")
+    for param in params.values():
+        param.grad = place("", torch.ones(12, 6))
+    optimizer.step()
+    with Collectives() as counter:
+        optimizer.step()
+    sent = 0
+    for name, arguments in counter.take_arguments():
+        if name == "alltoall_base":
+            _, source, _, _, splits, *_ = arguments
+            sent += (sum(splits) - splits[rank]) * source.element_size()
+        else:
+            assert name in ("allreduce", "allgather_base")
+    return sent, sum(value.numel() for value in full)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_distributed_step_sends_what_the_formula_says(ranks: RankPool, world: int) -> None:
+    for sent, elements in ranks.run(traffic_of_a_step, world):
+        assert sent * world**2 == elements * (4 + 2) * (world - 1)
+
+
+def order_of_a_step(rank: int, world: int) -> list[str]:
+    """Exchanges and computations in the order in which they start, one matrix per bucket."""
+    exchange.BUCKET_BYTES = 1
+    place = over(DeviceMesh("cpu", [0, 1]), Shard(0))
+    params = {f"w{i}": nn.Parameter(place("", torch.ones(4, 4))) for i in range(3)}
+    optimizer = GefenMuon(params.items(), sharded_mode="distributed")
+    for param in params.values():
+        param.grad = place("", torch.ones(4, 4))
+    optimizer.step()
+    log: list[str] = []
+    real = stepping.step
+
+    def logged(routes: Any, matrices: Any, compute: Any, apply: Any) -> Any:
+        def computing(bucket: Any) -> Any:
+            log.append("compute")
+            return compute(bucket)
+
+        def applying(*arguments: Any) -> None:
+            log.append("apply")
+            apply(*arguments)
+
+        return real(routes, matrices, computing, applying)
+
+    class Logging(Collectives):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.__name__.startswith("alltoall"):
+                log.append(str(args[1].dtype).removeprefix("torch."))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    stepping.step = logged
+    with Logging():
+        optimizer.step()
+    return log
+
+
+def test_exchanges_of_one_bucket_run_while_another_is_computed(ranks: RankPool) -> None:
+    """float32 are gradients on their way to owners, bfloat16 updates on their way back."""
+    there, back = "float32", "bfloat16"
+    expected = [there, there, "compute", back, there, "compute", back, "apply", "compute", back]
+    assert ranks.run(order_of_a_step, 2) == [[*expected, "apply", "apply"]] * 2
 
 
 def failing_owner(rank: int, world: int, mode: str, how: str) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matrices import SHAPES, STEPS, alone, gradient, layout, over, parameters, train, whole
+from matrices import SHAPES, STEPS, alone, give, gradient, layout, over, parameters, train, whole
 from ranks import RankPool
 from sharded import contents, refusal, same
 from torch import nn
@@ -93,12 +93,6 @@ def added_by_one_rank_first(rank: int, world: int) -> tuple[str, str]:
     found = train(optimizer, params, place, range(1, 3))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     return told
-
-
-def give(params: dict[str, nn.Parameter], place: Any, step: int) -> None:
-    for name, param in params.items():
-        full = gradient(name, step)
-        param.grad = None if full is None else place(name, full)
 
 
 def test_a_group_added_on_one_rank_first_is_refused_and_forgotten(ranks: RankPool) -> None:

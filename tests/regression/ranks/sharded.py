@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-COLLECTIVES = [
-    name
-    for name in (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
-    )
-    if hasattr(dist, name)
-]
-"""Every name that one of the supported versions of torch has."""
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SHAPES = {"a": (12, 8), "b": (1, 16), "c": (3, 8), "d": (9, 5), "e": (8, 24)}
 
@@ -98,27 +72,39 @@ def refusal(optimizer: torch.optim.Optimizer, **arguments: Any) -> tuple[str, st
     return "", "no error"
 
 
-class Collectives:
-    """The collectives that this process enters from now on, with the bytes of their first tensor.
+class Collectives(TorchDispatchMode):
+    """What this process asks of other ranks while entered, whichever function of torch does it.
 
-    patch: pytest's, where the process lives on.
+    Every collective and message, coalesced or not, and those of DTensor too, is an operator of
+    one of these namespaces in the end.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch | None = None) -> None:
-        self._calls: list[tuple[str, int]] = []
-        assign = setattr if patch is None else patch.setattr
-        for name in COLLECTIVES:
-            assign(dist, name, self._counting(name, getattr(dist, name)))
+    _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+    _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 
-    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first = args[0] if args else None
-            size = first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
-            self._calls.append((name, size))
-            return real(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
 
-        return call
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first: it may ask something of other ranks
+        name = func.__name__.split(".")[0]
+        if func.namespace in self._NAMESPACES and name not in self._LOCAL:
+            self._calls.append((name.strip("_"), args))
+        return func(*args, **(kwargs or {}))
 
     def take(self) -> list[tuple[str, int]]:
+        """The calls since the last time, with the bytes of their first tensor."""
+        return [(name, _bytes(args)) for name, args in self.take_arguments()]
+
+    def take_arguments(self) -> list[tuple[str, tuple[Any, ...]]]:
         calls, self._calls = self._calls, []
         return calls
+
+
+def _bytes(args: tuple[Any, ...]) -> int:
+    first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)
+    return 0 if first is None else first.numel() * first.element_size()
