@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,17 +17,18 @@ import click
 
 from gate import pipeline, policy, regressions, signature
 from gate.build import build as build_wheel
-from gate.environment import torch_requirement
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
 from gate.evidence import sign_statements, suite_digest
 from gate.evidence import verify as verify_evidence
+from gate.layer import KEPT_LAYERS
 from gate.machine import PROFILES
 from gate.pipeline import Options
 from gate.publish import Options as PublishOptions
 from gate.publish import publish as publish_files
-from gate.report import RUNS_PYTEST, Display, Report
+from gate.report import Display, Report
 from gate.repository import ROOT, Repository, tag_version
 from gate.runner import Runner
+from gate.targets import choose, torch_requirement
 from gate.wheels import locate
 
 PROGRAM = "python -m gate"
@@ -37,7 +39,9 @@ EPILOG = "\n\n".join(
         "\b\nExit status:\n"
         + "\n".join(f"  {code:<4} {text}" for code, text in EXIT_CODES.items()),
         "\b\nEnvironment:\n"
-        "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate)\n"
+        "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate); the\n"
+        f"                     {KEPT_LAYERS} used last are kept\n"
+        "  TMPDIR             where environments are made, and removed again (default /tmp)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
         "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
         "  TWINE_USERNAME, TWINE_PASSWORD\n"
@@ -53,6 +57,8 @@ EPILOG = "\n\n".join(
         "  python -m gate run v0.1.0 --wheel 'dist/*.whl'\n"
         "  python -m gate run v0.1.0 --from testpypi\n"
         "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
+        "  python -m gate run --environment floor --environment newest\n"
+        "  python -m gate run --torch 2.12.0 --torch 2.13.0\n"
         "  python -m gate sign dist --key ~/.ssh/id_ed25519\n"
         "  python -m gate publish dist --repository testpypi\n"
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
@@ -119,14 +125,23 @@ environment_options = [
     click.option(
         "--python",
         type=PathOption(),
-        default=Options.python,
         help="Interpreter of the clean environment.  [default: the gate's own]",
     ),
     click.option(
         "--torch",
+        multiple=True,
         metavar="SPEC",
-        callback=lambda _ctx, _param, spec: None if spec is None else torch_requirement(spec),
-        help="Other torch than the pinned one, as in 2.12.0 or >=2.12.",
+        callback=lambda _ctx, _param, specs: tuple(map(torch_requirement, specs)),
+        help="Other torch than the pinned one, as in 2.12.0 or >=2.12; repeatable, for an "
+        "environment each.",
+    ),
+    click.option(
+        "--environment",
+        "names",
+        multiple=True,
+        metavar="NAME",
+        help="Environment that [tool.gate.environments] in pyproject.toml names, or `all` of "
+        "them; repeatable.",
     ),
     click.option(
         "--site",
@@ -155,13 +170,36 @@ allowed_option = click.option(
 
 
 def with_environment_options(command: Any) -> Any:
-    """Add the options that describe the clean environment."""
+    """Add the options that describe the clean environments; the command gets ``targets``."""
+
+    @wraps(command)
+    def call(python: Any, torch: Any, names: Any, site: Any, **given: Any) -> None:
+        known = policy.load(ROOT).environments if names else {}
+        given["targets"] = choose(torch=torch, names=names, site=site, python=python, known=known)
+        command(**given)
+
     for option in reversed(environment_options):
-        command = option(command)
-    return command
+        call = option(call)
+    return call
+
+
+def show_version(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    """Print the commit: the gate has no version but the checkout's."""
+    if asked:
+        commit = Repository(runner=Runner()).commit() or "no commit"
+        click.echo(f"gate of {commit}, on Python {platform.python_version()}")
+        ctx.exit()
 
 
 @click.group(context_settings=settings, epilog=EPILOG)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_version,
+    help="Show the commit of this checkout and exit.",
+)
 def gate() -> None:
     """Audit a wheel, install it into a clean environment, try to break it, and keep evidence."""
 
@@ -223,9 +261,7 @@ def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
         base=base_directory(),
         **given,
     )
-    display = Display()
-    for report in pipeline.run(options, display):
-        conclude(report, display)
+    pipeline.run(options, Display())
 
 
 @gate.command(epilog=EPILOG)
@@ -249,10 +285,11 @@ def machine(profile: str, **given: Any) -> None:
         profile=profile,
         **given,
     )
-    chosen, uncovered = pipeline.machine(options, Display())
-    click.echo(f"Can run profile {chosen.name}: {chosen.covers}.")
-    for line in uncovered:
-        click.echo(f"Not covered: {line}")
+    for target, chosen, uncovered in pipeline.machine(options, Display()):
+        name = f"{target.identity}: " if len(options.targets) > 1 else ""
+        click.echo(f"{name}Can run profile {chosen.name}: {chosen.covers}.")
+        for line in uncovered:
+            click.echo(f"{name}Not covered: {line}")
 
 
 @gate.command(epilog=EPILOG)
@@ -367,18 +404,6 @@ def publish(**given: Any) -> None:
     display = Display()
     for file in publish_files(PublishOptions(base=base_directory(), **given), display):
         click.echo(f"{file.name}  sha256 {file.sha256}  {file.how}")
-
-
-def conclude(report: Report, display: Display) -> None:
-    """Print the verdict on a wheel that passed, and what it does not cover."""
-    total = sum(phase.seconds for phase in report.phases)
-    pytest = sum(phase.seconds for phase in report.phases if phase.name in RUNS_PYTEST)
-    display.say(
-        f"gate: {report.wheel} passed profile {report.profile}: {len(report.passed_tests)} tests; "
-        f"pytest took {pytest:.1f} s, everything else {total - pytest:.1f} s"
-    )
-    for line in report.uncovered:
-        display.say(f"gate: not covered: {line}")
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:

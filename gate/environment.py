@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,16 +15,19 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from gate import layer
-from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
+from gate.errors import EnvironmentFailed, WheelRejected
+from gate.layer import Layers
 from gate.runner import Runner, checked
+from gate.scratch import low_on_disk, scratch
+from gate.targets import Target, pins
 
 HARNESS = Path(__file__).parent / "harness"
-CONSTRAINTS = Path(__file__).parent.parent / "ci" / "constraints.txt"
 TEST_LAYER = ("torch", "numpy", "pytest")
 GRAFT_FILE = "_gate_layer.pth"
 # What a GPU run needs to see of the machine; everything else stays outside.
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 PASSED_ON_PREFIXES = ("NVIDIA_", "NCCL_")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,46 +58,17 @@ class Environment:
         return self.root / "cwd"
 
 
-def torch_requirement(spec: str) -> str:
-    """Return ``spec`` (``2.13.0``, ``torch==2.13.0``, ``>=2.12``) as a requirement on torch.
-
-    Raises:
-        UsageFailure: it is not a requirement on torch.
-    """
-    text = f"torch=={spec}" if re.match(r"\d", spec) else spec
-    text = f"torch{text}" if text.startswith(tuple("<>=!~")) else text
-    try:
-        if Requirement(text).name == "torch":
-            return text
-    except InvalidRequirement:
-        pass
-    raise UsageFailure(
-        f"--torch {spec!r} is not a requirement on torch.",
-        next_step="use a version or a specifier: --torch 2.13.0, --torch 'torch>=2.12'",
-    )
-
-
-def pinned(name: str) -> str:
-    """Return the pinned requirement of ``name``, as in ``torch==2.13.0``."""
-    return next(pin for pin in _pins() if Requirement(pin).name == name)
-
-
-def _pins() -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines())
-    return [line for line in lines if line]
-
-
 def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> layer.Recipe:
     """Return the layer that a wheel with these ``Requires-Dist`` lines needs.
 
     Everything comes at the pinned version where there is one, so that one layer serves all
     wheels that need no more. Whether the versions suffice shows once the wheel is installed.
     """
-    pins = _pins()
+    allowed = pins()
     wanted = {name: name for name in TEST_LAYER}
     if torch:
         wanted["torch"] = torch
-        pins = [pin for pin in pins if not pin.startswith("torch==")]
+        allowed = [pin for pin in allowed if not pin.startswith("torch==")]
     for text in requires_dist:
         try:
             requirement = Requirement(text)
@@ -107,49 +80,40 @@ def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> l
     return layer.Recipe(
         python=python,
         requirements=tuple(wanted.values()),
-        constraints=tuple(pins),
+        constraints=tuple(allowed),
     )
 
 
 @contextmanager
 def clean_environment(
-    *,
-    python: Path,
-    torch: str | None,
-    site: Path | None,
-    requires_dist: tuple[str, ...],
-    runner: Runner,
-    fresh: bool,
+    target: Target, *, requires_dist: tuple[str, ...], runner: Runner, layers: Layers
 ) -> Iterator[Environment]:
     """Make an environment, and remove it afterwards.
 
     Args:
-        site: an existing site-packages directory with torch, numpy and pytest, used in place of
-            a cached layer (nothing is downloaded then).
+        target: its Python, and its torch or an existing site-packages directory with torch,
+            numpy and pytest, used in place of a cached layer (nothing is downloaded then).
+        requires_dist: what the wheel requires.
 
     Raises:
         EnvironmentFailed: it could not be made.
     """
-    root = Path(tempfile.mkdtemp(prefix="gate-")).resolve()
-    try:
+    with ExitStack() as stack:
+        root = stack.enter_context(scratch("environment"))
         for name in ("home", "tmp", "cwd", "logs"):
             (root / name).mkdir()
-        below = (
-            _grafted(site)
-            if site
-            else layer.provide(
-                recipe(python, torch, requires_dist),
-                runner=runner,
-                workdir=root / "logs",
-                fresh=fresh,
+        if target.site:
+            below = _grafted(target.site)
+        else:
+            wanted = recipe(target.python, target.torch, requires_dist)
+            below = stack.enter_context(
+                layers.provide(wanted, runner=runner, workdir=root / "logs")
             )
+        environment = Environment(
+            root=root, layers=(below, root / "harness"), variables=_variables(root)
         )
-        layers = (below, root / "harness")
-        environment = Environment(root=root, layers=layers, variables=_variables(root))
-        _create(environment, python, runner)
+        _create(environment, target.python, runner)
         yield environment
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def install(environment: Environment, wheel: Path, runner: Runner) -> None:
@@ -157,6 +121,7 @@ def install(environment: Environment, wheel: Path, runner: Runner) -> None:
 
     Raises:
         WheelRejected: pip refuses the wheel.
+        EnvironmentFailed: pip was stopped, or had no space.
     """
     outcome = runner.run(
         [
@@ -171,6 +136,11 @@ def install(environment: Environment, wheel: Path, runner: Runner) -> None:
         timeout=300,
     )
     if not outcome.ok:
+        # What the wheel cannot help is not held against it.
+        full = any(os.strerror(number) in outcome.tail() for number in DISK_ERRORS)
+        if full or outcome.returncode is None or outcome.returncode < 0:
+            cause = low_on_disk(environment.root.parent)
+            checked(outcome, f"pip could not install {wheel.name}", cause=cause)
         raise WheelRejected(
             f"pip could not install {wheel.name}: {outcome.describe()}.\n{outcome.tail()}",
             next_step=f"try: {environment.python.name} -m pip install --no-deps {wheel.name}",

@@ -2,7 +2,8 @@
 
 A layer is a virtual environment under the cache directory, named by what was asked for. Nothing
 is ever installed into it again; before each use its files are compared with the manifest written
-when it was made, so that an edited cache is noticed and rebuilt.
+when it was made, so that an edited cache is noticed and rebuilt. Gates that run at once share a
+layer: whoever uses it holds a shared lock, whoever makes or removes it an exclusive one.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gate.errors import EnvironmentFailed
 from gate.runner import Runner, checked
+from gate.scratch import demand_plain
 from gate.wheels import sha256_of
 
 CREATE_TIMEOUT = 3600.0
+KEPT_LAYERS = 4
+LOCK_POLL_SECONDS = 0.1
 # Where packages come from is the user's business; how they are installed is the gate's.
 SOURCE_OPTIONS = (
     "index-url",
@@ -68,46 +73,134 @@ class Recipe:
 
 
 def cache_directory() -> Path:
-    """Return the writable directory that layers are kept in (``GATE_CACHE`` overrides it)."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    chosen = Path(os.environ.get("GATE_CACHE") or home / "gefen-gate")
-    try:
-        chosen.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=chosen).close()
-    except OSError as error:
-        fallback = Path(tempfile.gettempdir()) / f"gefen-gate-{os.getuid()}"
-        print(f"gate: {chosen} is not writable ({error}); using {fallback}", file=sys.stderr)
-        fallback.mkdir(mode=0o700, exist_ok=True)
-        if fallback.stat().st_uid != os.getuid():
-            raise EnvironmentFailed(
-                f"{fallback} belongs to somebody else.", next_step="set GATE_CACHE to a directory"
-            ) from error
-        return fallback
-    return chosen
-
-
-def provide(recipe: Recipe, *, runner: Runner, workdir: Path, fresh: bool) -> Path:
-    """Return the site-packages directory of a verified layer, making the layer if needed.
-
-    Args:
-        workdir: a neutral directory for logs and working files.
-        fresh: rebuild the layer even if a good one is cached.
+    """Return the directory that layers are kept in: ``GATE_CACHE``, or one in the user's cache.
 
     Raises:
-        EnvironmentFailed: it could not be installed.
+        EnvironmentFailed: no environment could lie in it.
     """
-    root = cache_directory()
-    layer = root / recipe.key(_python_identity(recipe.python, runner, workdir))
-    with _locked(layer.with_name(layer.name + ".lock")):
-        manifest = layer.with_name(layer.name + ".json")
-        reason = "asked for a fresh one" if fresh else _damage(layer, manifest)
-        if reason:
-            if layer.exists():
-                print(f"gate: rebuilding the torch layer: {reason}", file=sys.stderr)
-            _remove(layer, manifest)
+    if chosen := os.environ.get("GATE_CACHE"):
+        demand_plain(Path(chosen), "GATE_CACHE")
+        return Path(chosen).absolute()
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    except RuntimeError:
+        return _substitute("there is no home directory")
+    demand_plain(home, "XDG_CACHE_HOME")
+    return home / "gefen-gate"
+
+
+def _substitute(why: str) -> Path:
+    """A directory for layers where the one meant for them cannot be written."""
+    fallback = Path(tempfile.gettempdir()) / f"gefen-gate-{os.getuid()}"
+    print(f"gate: {why}; keeping torch layers in {fallback}", file=sys.stderr)
+    fallback.mkdir(mode=0o700, exist_ok=True)
+    status = fallback.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise EnvironmentFailed(
+            f"{fallback} belongs to somebody else.", next_step="set GATE_CACHE to a directory"
+        )
+    return fallback
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be written into ``folder``, or "" where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers that one gate run uses.
+
+    Args:
+        fresh: rebuild each layer once, even if a good one is cached.
+    """
+
+    fresh: bool = False
+    made: set[Path] = field(default_factory=set, repr=False)
+
+    @contextmanager
+    def provide(self, recipe: Recipe, *, runner: Runner, workdir: Path) -> Iterator[Path]:
+        """Yield the site-packages directory of a verified layer, making the layer if needed.
+
+        Nobody changes the layer until the body ends.
+
+        Args:
+            workdir: a neutral directory for logs and working files.
+
+        Raises:
+            EnvironmentFailed: it could not be installed.
+        """
+        root = cache_directory()
+        key = recipe.key(_python_identity(recipe.python, runner, workdir))
+        if why := _unwritable(root):
+            if not self.fresh and not _damage(root / key):
+                yield site_packages(root / key)
+                return
+            root = _substitute(why)
+        with ExitStack() as held:
+            yield self._held(root / key, recipe, runner, workdir, held)
+
+    def _held(
+        self, layer: Path, recipe: Recipe, runner: Runner, workdir: Path, held: ExitStack
+    ) -> Path:
+        """Enter, into ``held``, the shared lock of a layer found to be good."""
+        for _ in range(10):
+            with ExitStack() as attempt:
+                attempt.enter_context(_locked(layer, fcntl.LOCK_SH, runner))
+                if not self._stale(layer):
+                    os.utime(_lock(layer))  # shows when it was used last
+                    held.enter_context(attempt.pop_all())
+                    return site_packages(layer)
+            with _locked(layer, fcntl.LOCK_EX, runner):
+                if reason := self._stale(layer):
+                    self._make(layer, reason, recipe, runner, workdir)
+        raise EnvironmentFailed(f"{layer} keeps being changed by others.")
+
+    def _stale(self, layer: Path) -> str:
+        if self.fresh and layer not in self.made:
+            return "asked for a fresh one"
+        return _damage(layer)
+
+    def _make(
+        self, layer: Path, reason: str, recipe: Recipe, runner: Runner, workdir: Path
+    ) -> None:
+        if layer.exists():
+            runner.say(f"gate: rebuilding the torch layer: {reason}")
+        _remove(layer)
+        _discard_unused(layer.parent, spared=layer)
+        try:
             _create(layer, recipe, runner, workdir)
-            _write_manifest(layer, manifest)
-    return site_packages(layer)
+            _write_manifest(layer)
+        except BaseException as error:
+            # Half a layer is of no use to anyone, and may be what fills the disk.
+            _remove(layer)
+            if isinstance(error, OSError):
+                raise EnvironmentFailed(
+                    f"Could not write {layer}: {error.strerror}.",
+                    next_step="free some space or set GATE_CACHE to a larger disk",
+                ) from error
+            raise
+        self.made.add(layer)
+
+
+def _discard_unused(root: Path, spared: Path) -> None:
+    """Remove the layers used longest ago, and unfinished ones, unless someone uses them.
+
+    With the one to be made, ``KEPT_LAYERS`` remain.
+    """
+    locks = sorted(root.glob("*.lock"), key=lambda lock: lock.stat().st_mtime, reverse=True)
+    others = [lock.with_suffix("") for lock in locks if lock.with_suffix("") != spared]
+    finished = [layer for layer in others if _manifest(layer).exists()]
+    for layer in others:
+        if layer.exists() and layer not in finished[: KEPT_LAYERS - 1]:
+            with suppress(BlockingIOError), _lock(layer).open("r") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(layer)
 
 
 def site_packages(environment: Path) -> Path:
@@ -150,11 +243,28 @@ def _python_identity(python: Path, runner: Runner, workdir: Path) -> str:
     return checked(outcome, f"{python} is not a working Python").output()
 
 
+def _lock(layer: Path) -> Path:
+    return layer.with_name(layer.name + ".lock")
+
+
+def _manifest(layer: Path) -> Path:
+    return layer.with_name(layer.name + ".json")
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let only one gate at a time look at or make a layer; a dead one's lock is freed."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(layer: Path, kind: int, runner: Runner) -> Iterator[None]:
+    """Share a layer or have it alone; the lock of a dead gate is free."""
+    with _lock(layer).open("a") as file:
+        for attempt in range(sys.maxsize):
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 1:
+                    runner.say("gate: waiting for a gate that uses the same layer")
+                runner.demand_going()
+                runner.on_tick()
+                time.sleep(LOCK_POLL_SECONDS)
         yield
 
 
@@ -175,7 +285,7 @@ def _create(layer: Path, recipe: Recipe, runner: Runner, workdir: Path) -> None:
         *("install", "--quiet", "--no-cache-dir", "--only-binary", ":all:", *sources),
         *("--constraint", str(constraints), *recipe.requirements),
     ]
-    print("gate: installing the torch layer (once; later runs reuse it)", file=sys.stderr)
+    runner.say("gate: installing the torch layer (once; later runs reuse it)")
     commands = {"venv": make, "layer": install}
     for name, command in commands.items():
         outcome = runner.run(
@@ -212,20 +322,27 @@ def _digest(path: Path) -> str:
     return sha256_of(path)
 
 
-def _write_manifest(layer: Path, manifest: Path) -> None:
+def _write_manifest(layer: Path) -> None:
     for _, path in _files(layer):
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     entries = {name: (_digest(path), *_stamp(path)) for name, path in _files(layer)}
+    manifest = _manifest(layer)
     part = manifest.with_suffix(".part")
     part.write_text(json.dumps(entries))
     part.replace(manifest)
 
 
-def _damage(layer: Path, manifest: Path) -> str:
-    """Return what is wrong with a cached layer, or ""; only files touched since are re-read."""
+def _damage(layer: Path) -> str:
+    """Return what is wrong with a cached layer, or ""; only files touched since are re-read.
+
+    A file counts as touched unless its stamp is both the one noted and older than the manifest:
+    clocks are coarse and can be set back, so that a later write may get an earlier time.
+    """
+    manifest = _manifest(layer)
     try:
         entries = json.loads(manifest.read_text())
+        noted = manifest.stat().st_ctime_ns
     except (OSError, ValueError):
         return "it was never finished"
     present = dict(_files(layer))
@@ -233,12 +350,16 @@ def _damage(layer: Path, manifest: Path) -> str:
         return f"{changed[0]} was added or removed"
     for name, path in present.items():
         digest, *stamp = entries[name]
-        if list(_stamp(path)) != stamp and _digest(path) != digest:
+        now = _stamp(path)
+        untouched = list(now) == stamp and now[2] < noted
+        if not untouched and _digest(path) != digest:
             return f"{name} was changed"
     return ""
 
 
-def _remove(layer: Path, manifest: Path) -> None:
-    manifest.unlink(missing_ok=True)
+def _remove(layer: Path) -> None:
+    """Remove a layer, its manifest first: what is left of it must not pass for a layer."""
+    _manifest(layer).unlink(missing_ok=True)
+    _manifest(layer).with_suffix(".part").unlink(missing_ok=True)
     if layer.exists():
         shutil.rmtree(layer)

@@ -74,6 +74,15 @@ class Machine:
         """The visible GPUs: name, arch, memory in bytes, uuid."""
         return list(self.facts["gpus"])
 
+    def summary(self) -> str:
+        """Return torch's version and the GPUs, in a few words."""
+        names = [f"{gpu['name']} ({gpu['arch']})" for gpu in self.gpus]
+        return f"torch {self.facts['torch']}, {', '.join(names) or 'no GPU'}"
+
+    def executed_archs(self, profile: Profile) -> set[str]:
+        """Return the GPU architectures whose code ``profile`` runs here."""
+        return {gpu["arch"] for gpu in self.gpus if profile.min_gpus}
+
     def obstacle(self, profile: Profile) -> str:
         """Return why this machine cannot run ``profile``, or ""."""
         if profile.min_gpus == 0:
@@ -88,6 +97,18 @@ class Machine:
         if profile.min_gpus > 1 and self.facts["nccl_problem"]:
             return f"NCCL does not work here: {self.facts['nccl_problem']}"
         return ""
+
+    def tokens(self, variable: str | None) -> list[str]:
+        """Return an entry of CUDA_VISIBLE_DEVICES for each GPU; none where that is unclear.
+
+        Args:
+            variable: what CUDA_VISIBLE_DEVICES is now, or None where it is not set.
+        """
+        count = len(self.gpus)
+        if variable is None:
+            return [str(index) for index in range(count)]
+        entries = [entry.strip() for entry in variable.split(",")][:count]
+        return entries if len(set(entries)) == count else []
 
     def worlds(self, profile: Profile) -> tuple[int, ...]:
         """Return the world sizes of ``profile`` that the GPUs suffice for: one GPU a rank."""

@@ -1,42 +1,31 @@
-"""The phases of a gate run, in order; each can fail the run."""
+"""The gate's commands as functions: every wheel in every environment, and their verdicts."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gate import audit as auditing
-from gate import environment as environments
-from gate import evidence, policy, records, regressions, signature
+from gate import policy, regressions, signature
 from gate.build import build
-from gate.environment import Environment
-from gate.errors import (
-    EnvironmentFailed,
-    GateError,
-    IdentityMismatch,
-    Interrupted,
-    RegressionFailed,
-    UsageFailure,
-    WheelRejected,
-)
+from gate.environment import clean_environment
+from gate.errors import EnvironmentFailed, GateError, UsageFailure, WheelRejected
 from gate.fetch import fetch
-from gate.machine import Machine, Profile, choose, examine
-from gate.regressions import Run, Subject
-from gate.report import Display, Failure, Report
+from gate.layer import Layers
+from gate.machine import Profile, choose, examine
+from gate.parallel import side_by_side, this_machine
+from gate.report import Display, Report
 from gate.repository import ROOT, Repository, demand_version, tag_version
-from gate.runner import Runner, in_background
+from gate.runner import Runner
+from gate.scratch import scratch, sweep
+from gate.session import Candidate, Session, Settings
+from gate.targets import Target
 from gate.wheels import Wheel, resolve
-
-SHOWN_FAILURES = 20
-SHOWN_LINES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +37,7 @@ class Options:
     tag: str | None = None
     source: str | None = None
     profile: str = "auto"
-    python: Path = Path(sys.executable)
-    torch: str | None = None
-    site: Path | None = None
+    targets: tuple[Target, ...] = (Target(),)
     fresh: bool = False
     evidence: Path = ROOT / "gate-evidence"
     suite: Path = regressions.SUITE
@@ -71,10 +58,13 @@ class Options:
                 "--from needs the TAG of what is to be downloaded, and no --wheel.",
                 next_step=f"python -m gate run v0.1.0 --from {self.source}",
             )
-        if shutil.which(self.python) is None:
-            raise UsageFailure(f"--python {self.python} is not an executable file.")
-        if self.site is not None and not self.site.is_dir():
-            raise UsageFailure(f"--site {self.site} is not a directory.")
+        for target in self.targets:
+            where = f"environment {target.name}:" if target.name else "--python"
+            if shutil.which(target.python) is None:
+                raise UsageFailure(f"{where} {target.python} is not an executable file.")
+            where = f"environment {target.name}:" if target.name else "--site"
+            if target.site is not None and not target.site.is_dir():
+                raise UsageFailure(f"{where} {target.site} is not a directory.")
         if not next(self.suite.rglob("test_*.py"), None):
             raise UsageFailure(f"--suite {self.suite} holds no test_*.py file.")
 
@@ -90,54 +80,131 @@ class Options:
         sign(b"Can this key be used?")
         return sign
 
-    def environment_id(self) -> str:
-        """Name of the environment asked for, part of the evidence's identity."""
-        torch = str(self.torch or environments.pinned("torch"))
-        parts = ["site" if self.site else torch.replace("torch==", "torch")]
-        if self.python != Path(sys.executable):
-            parts.append(str(self.python).strip("/"))
-        return "-".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A wheel that the audit accepted."""
-
-    wheel: Wheel
-    audit: auditing.Audit
-    package: str
-    report: Report
-
 
 def run(options: Options, display: Display) -> list[Report]:
-    """Gate every wheel; return their reports in order.
+    """Gate every wheel in every environment; return their reports in order.
 
     Raises:
-        GateError: a wheel failed. Reports and logs of what ran lie in the evidence folder; a
-            statement exists for each wheel that passed before.
+        GateError: a wheel failed. Reports and logs of what ran lie in the evidence folder, and a
+            statement for each wheel and environment that passed.
     """
-    runner = Runner(verbose=options.verbose, on_tick=display.tick)
+    runner = _runner(options, display)
     repository = Repository(runner=runner)
     options.check()
+    sweep()
     sign = options.signing(runner)
     if options.tag and options.tag_check:
         repository.demand_tag(options.tag)
-    with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
-        candidates = _candidates(options, repository, runner, display, Path(scratch))
+    with scratch("wheels") as folder:
+        candidates = _candidates(options, repository, runner, display, folder)
         _demand_writable(options.evidence)
-        errors: list[GateError] = []
-        for candidate in candidates:
-            display.say(f"gate: {candidate.wheel.filename}")
-            try:
-                _Session(options, candidate, repository, runner, display, sign).run()
-            except (RegressionFailed, IdentityMismatch, WheelRejected) as error:
-                # The other wheels deserve their verdict too.
-                errors.append(error)
-                if len(candidates) > 1:
-                    display.say(f"gate: {candidate.wheel.filename} FAILED: {error}")
-        if errors:
-            raise errors[0]
-        return [candidate.report for candidate in candidates]
+        sessions = _sessions(options, candidates, repository, display, sign)
+        _run_all(sessions, runner)
+    return _verdict(sessions, display)
+
+
+def _verdict(sessions: Sequence[Session], display: Display) -> list[Report]:
+    """Say what came of each session, in order; raise the failure that tells most."""
+    errors: list[tuple[str, GateError]] = []
+    for session in sessions:
+        if session.error:
+            errors.append((_title(session, sessions), session.error))
+            if len(sessions) > 1:
+                display.say(f"gate: {errors[-1][0]} FAILED: {session.error}")
+        else:
+            display.say(f"gate: {_title(session, sessions)} {session.report.verdict()}")
+            for line in session.report.uncovered:
+                display.say(f"gate: not covered: {line}")
+    if not errors:
+        return [session.report for session in sessions]
+    # A verdict on the wheel tells more than a machine that could not give one.
+    error = min((error for _, error in errors), key=lambda each: each.exit_code not in (1, 4))
+    if len(sessions) == 1:
+        raise error
+    titles = ", ".join(title for title, _ in errors)
+    raise type(error)(f"{len(errors)} of {len(sessions)} failed: {titles}.")
+
+
+def _runner(options: Options, display: Display) -> Runner:
+    return Runner(verbose=options.verbose, on_tick=display.tick, say=display.say)
+
+
+def _sessions(
+    options: Options,
+    candidates: Sequence[Candidate],
+    repository: Repository,
+    display: Display,
+    sign: Callable[[bytes], bytes] | None,
+) -> list[Session]:
+    count = len(candidates) * len(options.targets)
+    capacity = this_machine()
+    settings = Settings(
+        profile=options.profile,
+        evidence=options.evidence,
+        suite=options.suite,
+        timeout=options.timeout,
+        # What several sessions gain by running at once, one gains by sharing out its tests.
+        processes=max(1, capacity.cores // count),
+        layers=Layers(fresh=options.fresh),
+        capacity=capacity,
+        repository=repository,
+        sign=sign,
+    )
+    labels = _labels(options, candidates, display)
+    return [
+        Session(
+            settings,
+            candidate,
+            target,
+            candidate.report_in(target),
+            display.lane(labels.pop(0)),
+        )
+        for candidate in candidates
+        for target in options.targets
+    ]
+
+
+def _labels(options: Options, candidates: Sequence[Candidate], display: Display) -> list[str]:
+    """What tells the sessions' lines apart, of one width; and a line on what each part means."""
+    numbers = [str(number) for number in range(1, len(candidates) + 1)]
+    if len(candidates) == 1:
+        numbers = [""]
+        display.say(f"gate: {candidates[0].wheel.filename}")
+    else:
+        for number, candidate in zip(numbers, candidates, strict=True):
+            display.say(f"gate: wheel {number} is {candidate.wheel.filename}")
+    names = [target.identity for target in options.targets]
+    if len(names) == 1:
+        names = [""]
+    else:
+        for target in options.targets:
+            display.say(f"gate: environment {target.identity} is {target.describe()}")
+    labels = [f"{number} {name}".strip() for number in numbers for name in names]
+    width = max(map(len, labels))
+    return [f"{label:<{width}}" for label in labels]
+
+
+def _title(session: Session, sessions: Sequence[Session]) -> str:
+    """How a verdict names its session, where there are several."""
+    several = len({each.target.identity for each in sessions}) > 1
+    name = session.candidate.wheel.filename
+    return f"{name} in {session.target.identity}" if several else name
+
+
+def _run_all(sessions: Sequence[Session], runner: Runner) -> None:
+    """Test side by side; write each session's evidence as soon as its tests are over."""
+    concluded: set[int] = set()
+
+    def conclude(number: int, _future: Future[None]) -> None:
+        concluded.add(number)
+        sessions[number].conclude()
+
+    try:
+        side_by_side([session.test for session in sessions], runner, on_done=conclude)
+    finally:
+        for number, session in enumerate(sessions):
+            if number not in concluded:
+                session.conclude()
 
 
 def _demand_writable(folder: Path) -> None:
@@ -159,43 +226,51 @@ def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Aud
         GateError: one was rejected or does not exist.
     """
     rules = policy.load(ROOT)
-    with tempfile.TemporaryDirectory(prefix="gate-wheels-") as scratch:
-        found = resolve(wheels, base=base, workdir=Path(scratch), option="WHEEL")
+    with scratch("wheels") as folder:
+        found = resolve(wheels, base=base, workdir=folder, option="WHEEL")
         return [(wheel, auditing.audit(wheel, rules.audit_of(wheel.name))) for wheel in found]
 
 
-def machine(options: Options, display: Display) -> tuple[Profile, list[str]]:
-    """Examine the machine; return the profile it would run, and what stays uncovered.
+def machine(options: Options, display: Display) -> list[tuple[Target, Profile, list[str]]]:
+    """Examine the machine from every environment.
+
+    Returns:
+        For each environment the profile that it would run, and a line for each that it would not.
 
     Raises:
         GateError: it cannot run the profile.
     """
     options.check()
-    runner = Runner(verbose=options.verbose, on_tick=display.tick)
-    report = Report(wheel="")
-    with ExitStack() as stack:
-        with display.phase(report, "environment"):
-            environment = stack.enter_context(_environment(options, (), runner))
-        with display.phase(report, "machine") as phase:
-            found = examine(environment, runner)
-            profile, uncovered = choose(found, options.profile)
-            phase.detail = _summary(found)
-        return profile, uncovered
+    sweep()
+    runner, layers = _runner(options, display), Layers(fresh=options.fresh)
+    found = []
+    for target in options.targets:
+        report = Report(wheel="")
+        with (
+            display.phase(report, "environment"),
+            clean_environment(target, requires_dist=(), runner=runner, layers=layers) as made,
+        ):
+            with display.phase(report, "machine") as phase:
+                machine = examine(made, runner)
+                profile, uncovered = choose(machine, options.profile)
+                phase.detail = machine.summary()
+            found.append((target, profile, uncovered))
+    return found
 
 
 def _candidates(
-    options: Options, repository: Repository, runner: Runner, display: Display, scratch: Path
+    options: Options, repository: Repository, runner: Runner, display: Display, folder: Path
 ) -> list[Candidate]:
     """Resolve and audit all wheels before anything is installed."""
     values = options.wheels
     common = Report(wheel="")
     rules = policy.load(ROOT)
     if options.source is not None:
-        values = (str(_download(options, rules, runner, display, common, scratch)),)
+        values = (str(_download(options, rules, runner, display, common, folder)),)
     elif not values:
         values = (str(_build(repository, runner, display, common)),)
     with display.phase(common, "resolve") as phase:
-        wheels = resolve(values, base=options.base, workdir=scratch)
+        wheels = resolve(values, base=options.base, workdir=folder)
         phase.detail = ", ".join(wheel.filename for wheel in wheels)
         for wheel in wheels:
             if options.tag and options.tag_check:
@@ -225,10 +300,10 @@ def _download(
     runner: Runner,
     display: Display,
     report: Report,
-    scratch: Path,
+    workdir: Path,
 ) -> Path:
     index = rules.index_of(str(options.source))
-    folder = scratch / "download"
+    folder = workdir / "download"
     folder.mkdir()
     with display.phase(report, "download", f"from {index}") as phase:
         wheel = fetch(
@@ -256,198 +331,3 @@ def _only_package(wheel: Wheel, audit: auditing.Audit) -> str:
             findings=audit.top_levels,
         )
     return audit.top_levels[0].removesuffix(".py")
-
-
-def _environment(options: Options, requires_dist: tuple[str, ...], runner: Runner) -> Any:
-    return environments.clean_environment(
-        python=options.python,
-        torch=options.torch,
-        site=options.site,
-        requires_dist=requires_dist,
-        runner=runner,
-        fresh=options.fresh,
-    )
-
-
-def _summary(machine: Machine) -> str:
-    names = [f"{gpu['name']} ({gpu['arch']})" for gpu in machine.gpus]
-    return f"torch {machine.facts['torch']}, {', '.join(names) or 'no GPU'}"
-
-
-class _Session:
-    """The phases of one accepted wheel, from the environment to the evidence."""
-
-    def __init__(
-        self,
-        options: Options,
-        candidate: Candidate,
-        repository: Repository,
-        runner: Runner,
-        display: Display,
-        sign: Callable[[bytes], bytes] | None,
-    ) -> None:
-        self._sign = sign
-        self._options, self._candidate, self._repository = options, candidate, repository
-        self._runner, self._display = runner, display
-        self._report = candidate.report
-        self._started = _now()
-        self._wanted = {"id": options.environment_id()}
-
-    def run(self) -> None:
-        options, report = self._options, self._report
-        if options.profile != "auto":
-            self._revoke(options.profile)
-        try:
-            with ExitStack() as stack:
-                with self._phase("environment") as phase:
-                    requires = self._candidate.audit.requires_dist
-                    environment = stack.enter_context(
-                        _environment(options, requires, self._runner)
-                    )
-                    phase.detail = "clean, on a verified torch layer"
-                # Does not depend on the wheel, and mostly waits for an import.
-                probe = stack.enter_context(
-                    in_background(self._runner, partial(examine, environment))
-                )
-                try:
-                    self._test(environment, probe)
-                except BaseException:
-                    self._keep(environment)
-                    raise
-        except BaseException as error:
-            failed = isinstance(error, GateError) and not isinstance(error, Interrupted)
-            report.result = "failed" if failed else "interrupted"
-            failure = Failure(where=report.phases[-1].name, reason=str(error))
-            report.failures = report.failures or [failure]
-            with suppress(OSError):  # what failed first is worth more
-                self._folder.mkdir(parents=True, exist_ok=True)
-                report.write(self._folder / "report.json")
-            raise
-
-    def _test(self, environment: Environment, probe: Callable[[], Machine]) -> None:
-        with self._phase("install"):
-            environments.install(environment, self._candidate.wheel.copy, self._runner)
-        subject = Subject(
-            environment=environment,
-            distribution=self._candidate.wheel.name,
-            package=self._candidate.package,
-        )
-        folder = environment.root / "records"
-        suite = regressions.prepare(subject, self._options.suite)
-        self._suite_digest = evidence.suite_digest(suite)
-        with self._phase("identity") as phase:
-            inventory = regressions.collect(subject, suite, folder / "collect", self._runner)
-            phase.detail = f"the wheel's own files are imported; {len(inventory)} tests collected"
-        with self._phase("machine") as phase:
-            machine = probe()
-            profile, self._report.uncovered = choose(machine, self._options.profile)
-            phase.detail = f"{_summary(machine)}: profile {profile.name}"
-        self._report.profile, self._report.facts = profile.name, machine.facts
-        self._revoke(profile.name)
-        for part in regressions.plan(profile, machine):
-            self._regress(part, subject, suite, inventory, folder, profile)
-        if self._report.failures:
-            raise self._verdict()
-        self._keep(environment)
-        self._attest(profile, machine)
-
-    def _regress(
-        self,
-        part: Run,
-        subject: Subject,
-        suite: Path,
-        inventory: Sequence[str],
-        folder: Path,
-        profile: Profile,
-    ) -> None:
-        count = sum(node.startswith(part.folder + "/") for node in inventory)
-        ranks = f" on each of {part.world} ranks" if part.world > 1 else ""
-        note = f"{part.label}: {count} tests{ranks}, at most {self._options.timeout:g} s"
-        with self._phase("regressions", note) as phase:
-            passed, failures = regressions.run(
-                subject,
-                suite,
-                part,
-                inventory,
-                folder=folder / part.label,
-                runner=self._runner,
-                profile=profile,
-                timeout=self._options.timeout,
-            )
-            self._report.passed_tests += passed
-            self._report.failures += failures
-            phase.detail = f"{part.label}: {_tally(passed, failures)}"
-            phase.status = "failed" if failures else "passed"
-
-    def _verdict(self) -> RegressionFailed:
-        """Failed tests before those that did not run, and the most telling log below them."""
-        failures = sorted(self._report.failures, key=lambda item: item.reason == "did not run")
-        lines = [f"{failure.where}: {failure.reason}" for failure in failures]
-        more = [f"and {len(lines) - SHOWN_FAILURES} more"] if len(lines) > SHOWN_FAILURES else []
-        detail = next((failure.detail for failure in failures if failure.detail), "").splitlines()
-        return RegressionFailed(
-            "\n".join([*lines[:SHOWN_FAILURES], *more, *detail[:SHOWN_LINES]]),
-            next_step=f"read {self._folder}/report.json and the logs beside it",
-        )
-
-    def _attest(self, profile: Profile, machine: Machine) -> None:
-        with self._phase("evidence") as phase:
-            folder, wheel = self._folder, self._candidate.wheel
-            self._report.result = "passed"
-            self._report.write(folder / "report.json")
-            commit = self._repository.commit()
-            path = evidence.write_statement(
-                self._options.evidence,
-                wheel=wheel,
-                profile=profile.name,
-                environment={
-                    **machine.facts,
-                    **self._wanted,
-                    "dirty": commit.endswith("-dirty"),
-                    "site": str(self._options.site or ""),
-                },
-                suite_digest=self._suite_digest,
-                commit=commit.removesuffix("-dirty") or None,
-                executed_archs={gpu["arch"] for gpu in machine.gpus if profile.min_gpus},
-                embedded_archs=self._candidate.audit.archs,
-                passed_tests=self._report.passed_tests,
-                files=sorted(file for file in folder.rglob("*") if file.is_file()),
-                started=self._started,
-                finished=_now(),
-                sign=self._sign,
-            )
-            phase.detail = f"{path}{', signed' if self._sign else ''}"
-
-    @property
-    def _folder(self) -> Path:
-        """Where this wheel's reports and logs go."""
-        wheel = self._candidate.wheel
-        name = f"{wheel.filename}.{wheel.sha256[:12]}"
-        run = f"{self._report.profile}.{evidence.environment_id(self._wanted)}"
-        return self._options.evidence / "runs" / name / run
-
-    def _keep(self, environment: Environment) -> None:
-        """Copy records and logs out of the environment, in place of those of an earlier run."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        for name in ("records", "logs"):
-            records.keep(environment.root / name, self._folder / name)
-
-    def _revoke(self, profile: str) -> None:
-        evidence.revoke(
-            self._options.evidence,
-            wheel=self._candidate.wheel,
-            profile=profile,
-            environment=self._wanted,
-        )
-
-    def _phase(self, name: str, note: str = "") -> Any:
-        return self._display.phase(self._report, name, note)
-
-
-def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
-    return f"{len(failures)} failed" if failures else f"{len(passed)} passed"
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

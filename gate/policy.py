@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 
 from packaging.utils import canonicalize_name
 
+from gate import targets
 from gate.errors import UsageFailure
 from gate.machine import PROFILES
+from gate.targets import Target
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,11 +73,13 @@ class Policy:
     """The whole of ``[tool.gate]``.
 
     Attributes:
+        environments: what ``--environment`` can name.
         audits: what the audit asks, by normalised name of the distribution.
         publish: what package indexes require, by the name that ``--repository`` gives them.
         distribution: name of the project that the repository releases, or None.
     """
 
+    environments: Mapping[str, Target] = field(default_factory=dict)
     audits: Mapping[str, AuditPolicy] = field(default_factory=dict)
     publish: Mapping[str, PublishPolicy] = field(default_factory=dict)
     distribution: str | None = None
@@ -147,6 +151,7 @@ def load(root: Path) -> Policy:
     audits = _table(gate, "audit", "tool.gate")
     publish = _table(gate, "publish", "tool.gate")
     return Policy(
+        environments=targets.parse(_table(gate, "environments", "tool.gate"), root),
         audits={canonicalize_name(name): _audit(audits, name) for name in audits},
         publish={name: _publish(publish, name) for name in publish},
         distribution=_table(document, "project", "pyproject").get("name"),

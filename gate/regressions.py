@@ -15,6 +15,7 @@ import signal
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gate.environment import Environment
 from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed
 from gate.harness.supervise import descendants
 from gate.machine import Machine, Profile
+from gate.parallel import Need
 from gate.report import Failure
 from gate.runner import Outcome, Runner
 from gate.wheels import sha256_of
@@ -34,6 +36,9 @@ SUITE = Path(__file__).parent.parent / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
 CANARY_FAILED = 1
+# Host memory of a test process, measured at 0.6 GiB on the CPU; CUDA maps more.
+CPU_PROCESS_BYTES = 2**30
+GPU_PROCESS_BYTES = 4 * 2**30
 TAMPERS = "code of the package changes the tests or their results"
 PREFIX = "tests/regression/"
 PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
@@ -53,36 +58,85 @@ class Subject:
     distribution: str
     package: str
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return digests of all files that a test process must not change."""
+    def fingerprint(self, suite: Path) -> dict[str, str]:
+        """Return digests of all files that a test process must not change, ``suite`` included."""
         root, site = self.environment.root, self.environment.site
-        watched = [root / "pytest.ini", root / "harness", root / "suite", site]
+        watched = {"pytest.ini": root / "pytest.ini", "harness": root / "harness"}
+        watched |= {"suite": suite, "site-packages": site}
         return {
-            str(path.relative_to(root)): sha256_of(path)
-            for top in watched
+            str(name / path.relative_to(top)): sha256_of(path)
+            for name, top in ((Path(name), top) for name, top in watched.items())
             for path in ([top] if top.is_file() else records.files(top))
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One start of the tests in ``folder``: ``world`` ranks, or a single process for 1."""
+    """One start of tests in ``folder``: ``world`` ranks, or a single process for 1.
+
+    Attributes:
+        files: the test files to run, relative to the suite; all those in ``folder`` if empty.
+        share: which of several starts that share the folder's files; 0 for the only one.
+    """
 
     folder: str
     world: int
+    files: tuple[str, ...] = ()
+    share: int = 0
 
     @property
     def label(self) -> str:
-        """Short name, also the name of the run's evidence folder."""
+        """What the tests passed under: the same, however many starts shared them."""
         return self.folder if self.world == 1 else f"{self.folder}-{self.world}"
 
+    @property
+    def name(self) -> str:
+        """The name of the start's evidence folder."""
+        return f"{self.label}.{self.share}" if self.share else self.label
 
-def plan(profile: Profile, machine: Machine) -> list[Run]:
-    """Return what ``profile`` runs on this machine: tests of one process, then those of ranks."""
-    worlds = machine.worlds(profile)
+    def need(self, profile: Profile) -> Need:
+        """Return what it takes while it runs: a core and, where ranks use them, a GPU each."""
+        gpus = self.world if profile.min_gpus else 0
+        memory = self.world * (GPU_PROCESS_BYTES if profile.min_gpus else CPU_PROCESS_BYTES)
+        return Need(cores=self.world, gpus=gpus, memory=memory)
+
+    def expected(self, inventory: Sequence[str]) -> list[str]:
+        """Return the ids, out of ``inventory``, that must come back as passed."""
+        return [
+            node
+            for node in inventory
+            if node.startswith(self.folder + "/")
+            and (not self.files or node.partition("::")[0] in self.files)
+        ]
+
+
+def plan(
+    profile: Profile, machine: Machine, inventory: Sequence[str], processes: int
+) -> list[Run]:
+    """Return what ``profile`` runs on this machine: tests of one process, then those of ranks.
+
+    Args:
+        processes: how many processes may share the tests that need only one.
+    """
+    if profile.min_gpus:
+        processes = min(processes, len(machine.gpus))
+    ranks = [Run(folder="ranks", world=world) for world in machine.worlds(profile)]
+    return [*_shared("single", inventory, processes), *ranks]
+
+
+def _shared(folder: str, inventory: Sequence[str], processes: int) -> list[Run]:
+    """Starts that share a folder's files, about as many tests for each."""
+    nodes = Run(folder=folder, world=1).expected(inventory)
+    counts = Counter(node.partition("::")[0] for node in nodes)
+    count = min(processes, len(counts))
+    if count < 2:
+        return [Run(folder=folder, world=1)]
+    shares: list[list[str]] = [[] for _ in range(count)]
+    for file, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        min(shares, key=lambda share: sum(counts[each] for each in share)).append(file)
     return [
-        Run(folder="single", world=1),
-        *(Run(folder="ranks", world=world) for world in worlds),
+        Run(folder=folder, world=1, files=tuple(sorted(files)), share=number)
+        for number, files in enumerate(shares, 1)
     ]
 
 
@@ -107,7 +161,7 @@ def collect(subject: Subject, suite: Path, folder: Path, runner: Runner) -> list
     """
     canary = f"test_{uuid.uuid4().hex}"
     source = f"import {subject.package}\n\ndef {canary}():\n    assert {subject.package} is None\n"
-    before = subject.fingerprint()
+    before = subject.fingerprint(suite)
     (suite / f"{canary}.py").write_text(source)
     outcome = _pytest(
         subject, suite, folder, runner, ["."], {"GATE_CANARY": canary}, COLLECT_TIMEOUT
@@ -127,7 +181,7 @@ def collect(subject: Subject, suite: Path, folder: Path, runner: Runner) -> list
     ended = {outcome.returncode, finished.get("exitstatus")}
     if verdicts != ["failed"] or ended != {CANARY_FAILED}:
         raise IdentityMismatch("A test that must fail did not come back as failed.", cause=TAMPERS)
-    if changed := _changes(before, subject.fingerprint()):
+    if changed := _changes(before, subject.fingerprint(suite)):
         raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)
     collected = {str(node).partition("[")[0] for node in inventory}
     if missing := sorted(set(_declared(suite)) - collected):
@@ -149,21 +203,30 @@ def run(
     runner: Runner,
     profile: Profile,
     timeout: float,
+    gpus: Sequence[str] = (),
 ) -> tuple[list[str], list[Failure]]:
-    """Run one part of the suite; return the ids that passed everywhere, and what failed."""
-    expected = [node for node in inventory if node.startswith(plan.folder + "/")]
+    """Run one part of the suite; return the ids that passed everywhere, and what failed.
+
+    Args:
+        gpus: entries of CUDA_VISIBLE_DEVICES to run on, if not on all.
+    """
+    expected = plan.expected(inventory)
     variables = {
         "GEFEN_TEST_DEVICE": profile.device,
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // plan.world)),
+        # Each process has a core; more threads would only get into the way of others.
+        "OMP_NUM_THREADS": "1",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
-    before = subject.fingerprint()
-    outcome = _pytest(
-        subject, suite, folder, runner, [plan.folder], variables, timeout, world=plan.world
-    )
+    words = plan.files or [plan.folder]
+    # Starts side by side must not see what others do to their tests.
+    own = suite.with_name(f"suite-{plan.name}")
+    shutil.copytree(suite, own)
+    before = subject.fingerprint(own)
+    outcome = _pytest(subject, own, folder, runner, words, variables, timeout, world=plan.world)
     failures = list(_judge(plan, expected, outcome, folder))
     failures += [
         Failure(where=plan.label, reason=f"{name} was changed while the tests ran")
-        for name in _changes(before, subject.fingerprint())
+        for name in _changes(before, subject.fingerprint(own))
     ]
     passed = [] if failures else [f"{plan.label}: {node}" for node in expected]
     return passed, failures

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from gate.errors import GateError, Interrupted
@@ -28,10 +30,11 @@ RUNS_PYTEST = ("identity", "regressions")
 
 @dataclass(kw_only=True)
 class Phase:
-    """One phase of one wheel: how it ended and how long it took, in seconds."""
+    """One phase of one wheel: how it ended, when it began and how long it took, in seconds."""
 
     name: str
-    status: str = "running"
+    status: str = "waiting"
+    began: float = 0.0
     seconds: float = 0.0
     detail: str = ""
 
@@ -51,6 +54,7 @@ class Report:
 
     wheel: str
     sha256: str = ""
+    environment: str = ""
     profile: str = ""
     result: str = "incomplete"
     phases: list[Phase] = field(default_factory=list)
@@ -63,65 +67,156 @@ class Report:
         """Write the record as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
+    def verdict(self) -> str:
+        """Return what it passed, and how long that took."""
+        total, pytest = self.seconds(), self.seconds(*RUNS_PYTEST)
+        return (
+            f"passed profile {self.profile}: {len(self.passed_tests)} tests; "
+            f"pytest took {pytest:.1f} s, everything else {total - pytest:.1f} s"
+        )
+
+    def seconds(self, *names: str) -> float:
+        """Return for how long at least one phase, or one of those named, was running."""
+        spans = sorted(
+            (phase.began, phase.began + phase.seconds)
+            for phase in self.phases
+            if not names or phase.name in names
+        )
+        total, covered = 0.0, 0.0
+        for began, ended in spans:
+            total += max(0.0, ended - max(began, covered))
+            covered = max(covered, ended)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Running:
+    phase: Phase
+    heading: str
+    note: str
+
 
 class Display:
     """Progress for a person: a line as each phase ends, and on a terminal a running clock.
 
     Where there is no terminal, a phase that comes with a note also has a line as it begins.
+    Phases of several lanes may run at once.
     """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._started = 0.0
+        self._origin = time.monotonic()
         self._shown = 0
-        self._current = self._note = ""
+        self._running: list[_Running] = []
+        self._lock = RLock()
+
+    def lane(self, label: str) -> Lane:
+        """Return what shows one of several things that go on side by side."""
+        return Lane(display=self, label=label)
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._clear()
-        with suppress(OSError):  # a run is worth finishing even if nobody can read of it
+        with self._lock, suppress(OSError):  # worth finishing even if nobody can read of it
+            self._clear()
             print(text, file=sys.stderr, flush=True)
 
     def tick(self) -> None:
-        """Show, once a second, how long the current phase has been running."""
-        seconds = int(time.monotonic() - self._started)
-        if self._terminal and self._current and seconds != self._shown:
-            self._shown = seconds
-            line = f"\r  {self._current} {seconds:5d} s          {self._note}"
-            print(line, end="", file=sys.stderr, flush=True)
+        """Show, once a second, how long the current phases have been running."""
+        with self._lock, suppress(OSError):
+            seconds = int(self._seconds())
+            if self._terminal and self._running and seconds != self._shown:
+                self._shown = seconds
+                self._clear()
+                print(self._clock(), end="", file=sys.stderr, flush=True)
 
     @contextmanager
-    def phase(self, report: Report, name: str, note: str = "") -> Iterator[Phase]:
+    def phase(
+        self,
+        report: Report,
+        name: str,
+        note: str = "",
+        *,
+        label: str = "",
+        phase: Phase | None = None,
+    ) -> Iterator[Phase]:
         """Time a phase and record how it ends, also when it ends in an error.
 
-        ``note`` says what a phase that may take long is doing, and its limit.
+        Args:
+            note: what a phase that may take long is doing, and its limit.
+            label: of the lane.
+            phase: one that the report already has, or None to add one.
         """
-        phase = Phase(name=name)
-        report.phases.append(phase)
-        self._started = time.monotonic()
+        if phase is None:
+            report.phases.append(phase := Phase(name=name))
         number = f"[{PHASES.index(name) + 1}/{len(PHASES)}]" if name in PHASES else "[-]"
-        self._current, self._note, self._shown = f"{number} {name:<12}", note, -1
-        if note and not self._terminal:
-            self.say(f"  {self._current}           {note}")
-        self.tick()
+        heading = f"{label}  {number}" if label else number
+        running = _Running(phase=phase, heading=f"{heading} {name:<12}", note=note)
+        phase.began, phase.status = round(self._seconds(), 3), "running"
+        self._begin(running)
         try:
             yield phase
             phase.status = phase.status.replace("running", "passed")
         except GateError as error:
             phase.status = "interrupted" if isinstance(error, Interrupted) else "failed"
             raise
+        except OSError:
+            phase.status = "failed"
+            raise
         except BaseException:
             phase.status = "interrupted"
             raise
         finally:
-            phase.seconds = round(time.monotonic() - self._started, 3)
-            self._finish(phase)
+            phase.seconds = round(self._seconds() - phase.began, 3)
+            self._finish(running)
 
-    def _finish(self, phase: Phase) -> None:
+    def _seconds(self) -> float:
+        return time.monotonic() - self._origin
+
+    def _begin(self, running: _Running) -> None:
+        with self._lock:
+            if running.note and not self._terminal:
+                self.say(f"  {running.heading}           {running.note}")
+            self._running.append(running)
+            self._shown = -1
+        self.tick()
+
+    def _finish(self, running: _Running) -> None:
+        phase = running.phase
         mark = {"passed": "ok", "failed": "FAILED"}.get(phase.status, phase.status)
-        self.say(f"  {self._current} {phase.seconds:5.1f} s  {mark:<6}  {phase.detail}".rstrip())
-        self._current = ""
+        line = f"  {running.heading} {phase.seconds:5.1f} s  {mark:<6}  {phase.detail}"
+        with self._lock:
+            self._running.remove(running)
+            self._shown = -1
+            self.say(line.rstrip())
+
+    def _clock(self) -> str:
+        """What is running, on one line of the terminal."""
+        now = self._seconds()
+        parts = [f"  {each.heading} {now - each.phase.began:5.0f} s" for each in self._running]
+        if len(parts) == 1:
+            line = f"{parts[0]}          {self._running[0].note}"
+        else:
+            line = "  " + " | ".join(" ".join(part.split()) for part in parts)
+        return line[: shutil.get_terminal_size().columns - 1]
 
     def _clear(self) -> None:
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One of several things that a display shows side by side; its lines carry ``label``."""
+
+    display: Display
+    label: str = ""
+
+    def say(self, text: str) -> None:
+        """Print a line about this lane."""
+        self.display.say(f"{self.label.strip()}: {text}" if self.label else text)
+
+    def phase(
+        self, report: Report, name: str, note: str = "", phase: Phase | None = None
+    ) -> AbstractContextManager[Phase]:
+        """Time a phase, as :meth:`Display.phase` does."""
+        return self.display.phase(report, name, note, label=self.label, phase=phase)

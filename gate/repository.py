@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure, WheelRejected
 from gate.runner import Runner
+from gate.scratch import scratch
 
 ROOT = Path(__file__).parent.parent
 
@@ -104,13 +104,13 @@ class Repository:
 
     def _git(self, *arguments: str) -> str | None:
         """Return what git prints, or None where it fails."""
-        with tempfile.TemporaryDirectory(prefix="gate-git-") as scratch:
+        with scratch("git") as folder:
             try:
                 outcome = self.runner.run(
                     ["git", "-C", self.root, *arguments],
                     env={name: os.environ.get(name, "") for name in ("PATH", "HOME")},
-                    cwd=Path(scratch),
-                    log=Path(scratch) / "git.log",
+                    cwd=folder,
+                    log=folder / "git.log",
                     timeout=60,
                 )
             except EnvironmentFailed:

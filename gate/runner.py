@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, TypeVar
 
 from gate import records
-from gate.errors import EnvironmentFailed
+from gate.errors import EnvironmentFailed, Interrupted
 from gate.harness.supervise import become_subreaper, descendants, kill
 
 SUPERVISOR = Path(__file__).parent / "harness" / "supervise.py"
@@ -32,6 +32,9 @@ FOLDER_LIMIT = 4 * OUTPUT_LIMIT
 TAIL_LINES = 40
 TAIL_BYTES = 8000
 HUNG = "hung"
+# A supervisor must be known before anyone looks for processes that nobody supervises.
+_STARTING = Lock()
+_supervisors: set[int] = set()
 
 Result = TypeVar("Result")
 
@@ -79,20 +82,39 @@ class Outcome:
         return "\n".join(self.output()[-TAIL_BYTES:].splitlines()[-TAIL_LINES:])
 
 
+def to_stderr(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Starts commands.
+    """Starts commands, in any thread.
 
     Args:
         verbose: echo the commands and their output while they run.
         on_tick: called many times a second while a command runs (for a progress display).
-        cancelled: set to have a running command stopped.
+        say: prints a line about what goes on.
+        stops: one of them set stops what is running and keeps more from starting.
     """
 
     verbose: bool = False
     on_tick: Callable[[], None] = lambda: None
-    cancelled: Event = field(default_factory=Event)
-    supervisors: set[int] = field(default_factory=set, repr=False)
+    say: Callable[[str], None] = to_stderr
+    stops: tuple[Event, ...] = ()
+
+    def stoppable(self, stop: Event) -> Runner:
+        """Return a runner that ``stop`` ends too."""
+        return replace(self, stops=(*self.stops, stop))
+
+    def demand_going(self) -> None:
+        """Return unless the work was stopped.
+
+        Raises:
+            Interrupted: it was.
+        """
+        if any(stop.is_set() for stop in self.stops):
+            raise Interrupted("Stopped, since the result is no longer needed.")
 
     def run(
         self,
@@ -118,7 +140,9 @@ class Runner:
 
         Raises:
             EnvironmentFailed: the command could not be started.
+            Interrupted: the runner was stopped, before the command or while it ran.
         """
+        self.demand_going()
         words = tuple(os.fspath(word) for word in command)
         log.parent.mkdir(parents=True, exist_ok=True)
         if self.verbose:
@@ -134,17 +158,18 @@ class Runner:
             closing = stack.enter_context(os.fdopen(lifeline, "wb"))
             output = stack.enter_context(log.open("wb"))
             given = stack.enter_context((stdin or Path(os.devnull)).open("rb"))
-            supervisor = subprocess.Popen(
-                [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
-                env=dict(env),
-                cwd=cwd,
-                stdin=given,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[reading],
-                start_new_session=True,
-            )
-            self.supervisors.add(supervisor.pid)
+            with _STARTING:
+                supervisor = subprocess.Popen(
+                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=given,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[reading],
+                    start_new_session=True,
+                )
+                _supervisors.add(supervisor.pid)
             stopped = ""
             try:
                 stopped = self._watch(supervisor, log, bounded, started + timeout)
@@ -154,9 +179,10 @@ class Runner:
             finally:
                 closing.close()
                 supervisor.wait()
-                self.supervisors.discard(supervisor.pid)
+                _supervisors.discard(supervisor.pid)
                 if not result.exists():
-                    self._end_orphans()
+                    _end_orphans()
+        self.demand_going()
         return self._outcome(words, result, log, stopped, time.monotonic() - started)
 
     def _watch(
@@ -173,8 +199,7 @@ class Runner:
                 self.on_tick()
                 if supervisor.returncode is not None:
                     return ""
-                if self.cancelled.is_set():
-                    return "killed: no longer needed"
+                self.demand_going()
                 if time.monotonic() > deadline:
                     return HUNG
                 if log.stat().st_size > OUTPUT_LIMIT:
@@ -183,14 +208,6 @@ class Runner:
                     measured = time.monotonic()
                     if records.size(bounded) > FOLDER_LIMIT:
                         return f"killed: wrote more than {FOLDER_LIMIT >> 20} MiB"
-
-    def _end_orphans(self) -> None:
-        """Kill what a killed supervisor left to this process."""
-        while orphans := descendants(os.getpid(), frozenset(self.supervisors)):
-            kill(orphans)
-            for pid in orphans:
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
 
     @staticmethod
     def _outcome(
@@ -212,6 +229,16 @@ class Runner:
         )
 
 
+def _end_orphans() -> None:
+    """Kill what a killed supervisor left to this process."""
+    with _STARTING:
+        while orphans := descendants(os.getpid(), frozenset(_supervisors)):
+            kill(orphans)
+            for pid in orphans:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
 @contextmanager
 def in_background(
     runner: Runner, task: Callable[[Runner], Result]
@@ -220,13 +247,14 @@ def in_background(
 
     The task's commands are stopped when the body ends, however it ends.
     """
-    own = replace(runner, on_tick=lambda: None, cancelled=Event())
+    stop = Event()
+    own = replace(runner, on_tick=lambda: None).stoppable(stop)
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(task, own)
         try:
             yield future.result
         finally:
-            own.cancelled.set()
+            stop.set()
 
 
 def checked(outcome: Outcome, what: str, *, cause: str = "", next_step: str = "") -> Outcome:

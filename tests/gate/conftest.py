@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from gate.environment import Environment, clean_environment, install
+from gate.layer import Layers
 from gate.regressions import Subject
 from gate.runner import Runner
+from gate.targets import Target
 from gate.wheels import Wheel
 from tests.gate.wheel_builder import WheelBuilder, as_wheel
 
@@ -44,7 +46,7 @@ def gate(tmp_path: Path) -> Gate:
             env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
         )
 
     return call
@@ -61,14 +63,7 @@ def mini_wheel(folder: Path, code: bytes = b"answer = 42\n", **options: str) -> 
 
 def clean(runner: Runner) -> AbstractContextManager[Environment]:
     """A clean environment on this interpreter's own torch."""
-    return clean_environment(
-        python=Path(sys.executable),
-        torch=None,
-        site=SITE,
-        requires_dist=(),
-        runner=runner,
-        fresh=False,
-    )
+    return clean_environment(Target(site=SITE), requires_dist=(), runner=runner, layers=Layers())
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from gate import environment as module
-from gate.environment import Environment, clean_environment, recipe, torch_requirement
-from gate.errors import EnvironmentFailed, UsageFailure, WheelRejected
+from gate.environment import Environment, clean_environment, recipe
+from gate.errors import EnvironmentFailed, WheelRejected
+from gate.layer import Layers
 from gate.runner import Runner
+from gate.targets import Target
 from tests.gate.conftest import SITE, clean
 from tests.gate.wheel_builder import WheelBuilder
 
@@ -87,34 +89,10 @@ def test_a_site_without_the_test_layer_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(EnvironmentFailed, match="lacks torch, pytest"),
         clean_environment(
-            python=Path(sys.executable),
-            torch=None,
-            site=tmp_path,
-            requires_dist=(),
-            runner=Runner(),
-            fresh=False,
+            Target(site=tmp_path), requires_dist=(), runner=Runner(), layers=Layers()
         ),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("spec", "requirement"),
-    [
-        ("2.12.0", "torch==2.12.0"),
-        ("2.12.0+cu130", "torch==2.12.0+cu130"),
-        (">=2.12", "torch>=2.12"),
-        ("torch==2.13.0", "torch==2.13.0"),
-    ],
-)
-def test_torch_specs(spec: str, requirement: str) -> None:
-    assert torch_requirement(spec) == requirement
-
-
-@pytest.mark.parametrize("spec", ["numpy", "latest", "", "2.x y"])
-def test_what_is_no_torch_spec_is_refused(spec: str) -> None:
-    with pytest.raises(UsageFailure, match="--torch"):
-        torch_requirement(spec)
 
 
 def test_the_layer_holds_what_the_wheel_requires_and_nothing_optional() -> None:

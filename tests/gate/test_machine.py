@@ -92,3 +92,27 @@ def test_the_real_probe_reports_a_broken_gloo(environment: Environment) -> None:
     object.__setattr__(environment, "variables", broken)
     problem = examine(environment, Runner()).obstacle(PROFILES["cpu"])
     assert "gloo does not work here" in problem
+
+
+@pytest.mark.parametrize(
+    ("variable", "tokens"),
+    [
+        (None, ["0", "1"]),
+        ("0, 1", ["0", "1"]),
+        ("3,1,2", ["3", "1"]),
+        ("GPU-a,MIG-b", ["GPU-a", "MIG-b"]),
+        ("0,0", []),
+        ("1", []),
+        ("", []),
+    ],
+)
+def test_gpus_are_told_apart_as_cuda_does(variable: str | None, tokens: list[str]) -> None:
+    assert Machine(facts=gpus(2)).tokens(variable) == tokens
+
+
+def test_what_was_executed_and_what_it_is_called() -> None:
+    machine = Machine(facts=gpus(1))
+    assert machine.executed_archs(PROFILES["gpu"]) == {"sm_90"}
+    assert machine.executed_archs(PROFILES["cpu"]) == set()
+    assert machine.summary() == "torch 2.13.0, H200 (sm_90)"
+    assert Machine(facts=CPU).summary() == "torch 2.13.0, no GPU"

@@ -10,8 +10,8 @@ from gate import regressions as module
 from gate import runner as runner_module
 from gate.environment import Environment, install
 from gate.errors import IdentityMismatch, RegressionFailed
-from gate.machine import PROFILES
-from gate.regressions import Run, Subject, collect, prepare
+from gate.machine import PROFILES, Machine
+from gate.regressions import Run, Subject, collect, plan, prepare
 from gate.report import Failure
 from gate.runner import Runner
 from tests.gate.conftest import MakeSuite, mini_wheel
@@ -290,3 +290,55 @@ def test_a_folder_that_grows_without_end_is_stopped(
     )
     _, failures = judge(subject, make_suite(single__test_it=code))
     assert "wrote more than 1 MiB" in failures[0].reason
+
+
+INVENTORY = [
+    *(f"single/test_a.py::test_{number}" for number in range(5)),
+    "single/test_b.py::test_0",
+    "single/test_c.py::test_0",
+    "single/test_c.py::test_1",
+    "ranks/test_d.py::test_0",
+]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+def test_every_test_is_in_exactly_one_share(processes: int) -> None:
+    machine = Machine(facts={"gpus": []})
+    parts = plan(PROFILES["cpu"], machine, INVENTORY, processes)
+    single = [part for part in parts if part.folder == "single"]
+    assert len(single) == min(processes, 3)
+    ran = [node for part in single for node in part.expected(INVENTORY)]
+    assert sorted(ran) == sorted(INVENTORY[:-1])
+    assert len({part.name for part in parts}) == len(parts)
+    assert {part.label for part in single} == {"single"}
+    assert max(len(part.expected(INVENTORY)) for part in single) == (8 if processes == 1 else 5)
+    assert [part.world for part in parts if part.folder == "ranks"] == [2, 3]
+
+
+def test_processes_on_gpus_are_no_more_than_gpus() -> None:
+    machine = Machine(facts={"gpus": [{"arch": "sm_90"}] * 2})
+    parts = plan(PROFILES["multi-gpu"], machine, INVENTORY, 16)
+    assert [(part.name, part.need(PROFILES["multi-gpu"]).gpus) for part in parts] == [
+        ("single.1", 1),
+        ("single.2", 1),
+        ("ranks-2", 2),
+    ]
+
+
+def test_a_start_sees_only_the_gpus_it_was_given(subject: Subject, make_suite: MakeSuite) -> None:
+    code = HEAD + "def test_it(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '3,GPU-1'\n"
+    suite = prepare(subject, make_suite(single__test_it=code))
+    inventory = ["single/test_it.py::test_it"]
+    passed, failures = module.run(
+        subject,
+        suite,
+        Run(folder="single", world=1, files=("single/test_it.py",), share=2),
+        inventory,
+        folder=subject.environment.root / "records",
+        runner=Runner(),
+        profile=PROFILES["cpu"],
+        timeout=60,
+        gpus=("3", "GPU-1"),
+    )
+    assert failures == []
+    assert passed == ["single: single/test_it.py::test_it"]

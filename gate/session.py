@@ -1,0 +1,338 @@
+"""One wheel in one environment: from making the environment to the evidence."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+
+from gate import audit as auditing
+from gate import environment as environments
+from gate import evidence, records, regressions
+from gate.environment import Environment
+from gate.errors import EnvironmentFailed, GateError, Interrupted, RegressionFailed
+from gate.layer import Layers
+from gate.machine import Machine, Profile, choose, examine
+from gate.parallel import Capacity, Need, side_by_side
+from gate.regressions import Run, Subject
+from gate.report import Failure, Lane, Phase, Report
+from gate.repository import Repository
+from gate.runner import Runner, in_background
+from gate.scratch import low_on_disk
+from gate.targets import Target
+from gate.wheels import Wheel
+
+SHOWN_FAILURES = 20
+SHOWN_LINES = 60
+# Making an environment and importing torch in it keeps one core busy.
+PREPARING = Need(cores=1, memory=regressions.CPU_PROCESS_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A wheel that the audit accepted; ``report`` is what its phases so far came to."""
+
+    wheel: Wheel
+    audit: auditing.Audit
+    package: str
+    report: Report
+
+    def report_in(self, target: Target) -> Report:
+        """Return a report of its own for one environment."""
+        return Report(
+            wheel=self.wheel.filename,
+            sha256=self.wheel.sha256,
+            environment=target.identity,
+            profile=self.report.profile,
+            phases=[replace(phase) for phase in self.report.phases],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all sessions of a run have in common.
+
+    Attributes:
+        profile: the profile asked for, or ``auto``.
+        evidence: the evidence folder.
+        suite: the folder of regressions.
+        timeout: seconds that one start of tests may take.
+        processes: how many processes may share the tests that need only one.
+        sign: signs statements; None where they stay unsigned.
+    """
+
+    profile: str
+    evidence: Path
+    suite: Path
+    timeout: float
+    processes: int
+    layers: Layers
+    capacity: Capacity
+    repository: Repository
+    sign: Callable[[bytes], bytes] | None
+
+
+class Session:
+    """Tests a wheel in an environment, then leaves reports and, if all passed, a statement.
+
+    :meth:`test` may run in any thread; what it finds is written by :meth:`conclude`.
+    """
+
+    def __init__(
+        self, settings: Settings, candidate: Candidate, target: Target, report: Report, lane: Lane
+    ) -> None:
+        self.report, self.candidate, self.target = report, candidate, target
+        self.error: GateError | None = Interrupted("The run ended before this was tested.")
+        self._settings, self._lane = settings, lane
+        self._clock = _Clock()
+        self._wanted = {"id": target.identity}
+        self._stack = ExitStack()
+        self._environment: Environment | None = None
+
+    def test(self, runner: Runner) -> None:
+        """Run all phases up to the regressions; keep in ``error`` why the wheel did not pass."""
+        try:
+            self._test(runner)
+            self.error = None
+        except GateError as error:
+            self.error = error
+        except OSError as error:
+            self.error = _refused(error, Path(tempfile.gettempdir()))
+
+    def _test(self, runner: Runner) -> None:
+        settings = self._settings
+        if settings.profile != "auto":
+            self._revoke(settings.profile)
+        with settings.capacity.take(PREPARING, runner):
+            subject, suite, inventory, machine, profile = self._prepare(runner)
+        self._profile, self._machine = profile, machine
+        self.report.profile, self.report.facts = profile.name, machine.facts
+        self._revoke(profile.name)
+        parts = regressions.plan(profile, machine, inventory, settings.processes)
+        phases = [Phase(name="regressions") for _ in parts]
+        self.report.phases += phases
+        regress = partial(self._regress, subject, suite, inventory, profile, machine)
+        tasks = [partial(regress, part, phase) for part, phase in zip(parts, phases, strict=True)]
+        for passed, failures in side_by_side(tasks, runner):
+            self.report.passed_tests += passed
+            self.report.failures += failures
+        if self.report.failures:
+            raise self._verdict(subject.environment)
+
+    def _prepare(self, runner: Runner) -> tuple[Subject, Path, Sequence[str], Machine, Profile]:
+        with self._phase("environment") as phase:
+            self._environment = environment = self._stack.enter_context(
+                environments.clean_environment(
+                    self.target,
+                    requires_dist=self.candidate.audit.requires_dist,
+                    runner=runner,
+                    layers=self._settings.layers,
+                )
+            )
+            phase.detail = "clean, on a verified torch layer"
+        # Does not depend on the wheel, and mostly waits for an import.
+        with in_background(runner, partial(examine, environment)) as probe:
+            with self._phase("install"):
+                environments.install(environment, self.candidate.wheel.copy, runner)
+            subject = Subject(
+                environment=environment,
+                distribution=self.candidate.wheel.name,
+                package=self.candidate.package,
+            )
+            suite = regressions.prepare(subject, self._settings.suite)
+            self._suite_digest = evidence.suite_digest(suite)
+            with self._phase("identity") as phase:
+                folder = environment.root / "records" / "collect"
+                inventory = regressions.collect(subject, suite, folder, runner)
+                count = f"{len(inventory)} tests collected"
+                phase.detail = f"the wheel's own files are imported; {count}"
+            with self._phase("machine") as phase:
+                machine = probe()
+                profile, self.report.uncovered = choose(machine, self._settings.profile)
+                phase.detail = f"{machine.summary()}: profile {profile.name}"
+        return subject, suite, inventory, machine, profile
+
+    def _regress(
+        self,
+        subject: Subject,
+        suite: Path,
+        inventory: Sequence[str],
+        profile: Profile,
+        machine: Machine,
+        part: Run,
+        phase: Phase,
+        runner: Runner,
+    ) -> tuple[list[str], list[Failure]]:
+        timeout = self._settings.timeout
+        tokens = machine.tokens(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        ranks = f" on each of {part.world} ranks" if part.world > 1 else ""
+        count = len(part.expected(inventory))
+        note = f"{part.name}: {count} tests{ranks}, at most {timeout:g} s"
+        need = part.need(profile)
+        with (
+            # Where GPUs cannot be told apart, whoever uses any has them all.
+            self._settings.capacity.take(need, runner, tokens or ["all"]) as gpus,
+            self._lane.phase(self.report, "regressions", note, phase),
+        ):
+            passed, failures = regressions.run(
+                subject,
+                suite,
+                part,
+                inventory,
+                folder=subject.environment.root / "records" / part.name,
+                runner=runner,
+                profile=profile,
+                timeout=timeout,
+                gpus=gpus if tokens else (),
+            )
+            phase.detail = f"{part.name}: {_tally(passed, failures)}"
+            phase.status = "failed" if failures else "passed"
+        return passed, failures
+
+    def _verdict(self, environment: Environment) -> GateError:
+        """Failed tests before those that did not run, and the most telling log below them."""
+        failures = sorted(self.report.failures, key=lambda item: item.reason == "did not run")
+        lines = [f"{failure.where}: {failure.reason}" for failure in failures]
+        more = [f"and {len(lines) - SHOWN_FAILURES} more"] if len(lines) > SHOWN_FAILURES else []
+        detail = next((failure.detail for failure in failures if failure.detail), "").splitlines()
+        text = "\n".join([*lines[:SHOWN_FAILURES], *more, *detail[:SHOWN_LINES]])
+        if full := low_on_disk(environment.root.parent):
+            return EnvironmentFailed(
+                f"The disk was full while the tests ran, which says nothing of the wheel.\n{text}",
+                cause=full,
+                next_step="free some space or set TMPDIR to a larger disk",
+            )
+        next_step = f"read {self._folder}/report.json and the logs beside it"
+        return RegressionFailed(text, next_step=next_step)
+
+    def conclude(self) -> None:
+        """Write what :meth:`test` found, and remove the environment.
+
+        A statement that could not be completed, for whatever reason, is not there afterwards.
+        """
+        with self._stack:
+            try:
+                if self.error is None:
+                    with self._phase("evidence") as phase:
+                        signed = ", signed" if self._settings.sign else ""
+                        phase.detail = f"{self._attest()}{signed}"
+                        self.report.result = "passed"
+            except GateError as error:
+                self.error = error
+            except OSError as error:
+                self.error = _refused(error, self._settings.evidence)
+            finally:
+                if self.report.result != "passed":
+                    self._record_failure()
+
+    def _attest(self) -> Path:
+        commit = self._settings.repository.commit()
+        with self._folder_alone():
+            self._keep()
+            folder = self._folder
+            replace(self.report, result="passed").write(folder / "report.json")
+            return evidence.write_statement(
+                self._settings.evidence,
+                wheel=self.candidate.wheel,
+                profile=self._profile.name,
+                environment={
+                    **self._machine.facts,
+                    **self._wanted,
+                    "dirty": commit.endswith("-dirty"),
+                    "site": str(self.target.site or ""),
+                },
+                suite_digest=self._suite_digest,
+                commit=commit.removesuffix("-dirty") or None,
+                executed_archs=self._machine.executed_archs(self._profile),
+                embedded_archs=self.candidate.audit.archs,
+                passed_tests=self.report.passed_tests,
+                files=sorted(file for file in folder.rglob("*") if file.is_file()),
+                started=self._clock.started,
+                finished=self._clock.now(),
+                sign=self._settings.sign,
+            )
+
+    def _record_failure(self) -> None:
+        """Leave a report and logs, but no statement: neither this run's nor an earlier one's."""
+        interrupted = isinstance(self.error, Interrupted) or self.error is None
+        self.report.result = "interrupted" if interrupted else "failed"
+        where = self.report.phases[-1].name
+        reason = str(self.error or "The run was interrupted.")
+        self.report.failures = self.report.failures or [Failure(where=where, reason=reason)]
+        with suppress(OSError, GateError), self._folder_alone():  # what failed first is worth more
+            if self.report.profile != "auto":
+                self._revoke(self.report.profile)
+            self._keep()
+            self.report.write(self._folder / "report.json")
+
+    @property
+    def _folder(self) -> Path:
+        """Where the reports and logs go."""
+        wheel = self.candidate.wheel
+        name = f"{wheel.filename}.{wheel.sha256[:12]}"
+        run = f"{self.report.profile}.{evidence.environment_id(self._wanted)}"
+        return self._settings.evidence / "runs" / name / run
+
+    @contextmanager
+    def _folder_alone(self) -> Iterator[None]:
+        """Keep other gates, which may run on the same wheel, from writing meanwhile."""
+        with (self._settings.evidence / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _keep(self) -> None:
+        """Copy records and logs out of the environment, in place of those of an earlier run."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        if self._environment:
+            for name in ("records", "logs"):
+                records.keep(self._environment.root / name, self._folder / name)
+
+    def _revoke(self, profile: str) -> None:
+        evidence.revoke(
+            self._settings.evidence,
+            wheel=self.candidate.wheel,
+            profile=profile,
+            environment=self._wanted,
+        )
+
+    @property
+    def _phase(self) -> Callable[..., AbstractContextManager[Phase]]:
+        return partial(self._lane.phase, self.report)
+
+
+class _Clock:
+    """Times of a run whose order no change of the system's clock can turn."""
+
+    def __init__(self) -> None:
+        self._wall, self._origin = datetime.now(timezone.utc), time.monotonic()
+
+    @property
+    def started(self) -> str:
+        return self._wall.isoformat(timespec="seconds")
+
+    def now(self) -> str:
+        passed = timedelta(seconds=time.monotonic() - self._origin)
+        return (self._wall + passed).isoformat(timespec="seconds")
+
+
+def _refused(error: OSError, folder: Path) -> EnvironmentFailed:
+    """What an operation of the gate's own that failed below ``folder`` means to a person."""
+    where = f" ({error.filename})" if error.filename else ""
+    return EnvironmentFailed(
+        f"The machine refused: {error.strerror or error}{where}.",
+        cause=low_on_disk(folder),
+        next_step=f"see whether {folder} has space and can be written",
+    )
+
+
+def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
+    return f"{len(failures)} failed" if failures else f"{len(passed)} passed"

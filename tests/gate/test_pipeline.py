@@ -1,0 +1,101 @@
+"""Several environments in one run, and several processes for the tests of one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gate import pipeline
+from gate.errors import GateError
+from gate.machine import PROFILES
+from gate.parallel import Capacity
+from gate.pipeline import Options
+from gate.report import Display
+from gate.targets import Target
+from tests.gate.conftest import SITE, MakeSuite, mini_wheel
+
+ONE_PROCESS = "import os\n\ndef test_threads():\n    assert os.environ['OMP_NUM_THREADS'] == '1'\n"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two cores on any machine, and no ranks, which are the subject of other tests."""
+    monkeypatch.setattr(pipeline, "this_machine", lambda: Capacity(cores=2, memory=2**33))
+    monkeypatch.setitem(PROFILES["cpu"].__dict__, "worlds", ())
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+def options(tmp_path: Path, suite: Path, *targets: Target) -> Options:
+    return Options(
+        wheels=(str(mini_wheel(tmp_path / "dist")),),
+        base=tmp_path,
+        profile="cpu",
+        targets=targets,
+        evidence=tmp_path / "evidence",
+        suite=suite,
+    )
+
+
+def test_one_environment_that_fails_does_not_hide_the_verdict_of_another(
+    tmp_path: Path, make_suite: MakeSuite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    targets = (
+        Target(name="floor", site=SITE),
+        Target(name="broken", site=tmp_path / "empty"),
+        Target(name="newest", site=SITE),
+    )
+    with pytest.raises(GateError, match=r"^1 of 3 failed: mini-1.0-\S+ in broken.$") as caught:
+        pipeline.run(options(tmp_path, make_suite(), *targets), Display())
+    assert caught.value.exit_code == 3
+    shown = capsys.readouterr().err
+    verdicts = [line for line in shown.splitlines() if " in " in line and "gate: mini" in line]
+    assert ["floor passed" in verdicts[0], "broken FAILED" in verdicts[1]] == [True, True]
+    assert "newest passed profile cpu: 1 tests" in verdicts[2]
+    assert "lacks torch, numpy, pytest" in shown
+    assert "  floor   [3/8] environment" in shown
+
+    statements = [
+        json.loads(path.read_text()) for path in (tmp_path / "evidence").rglob("*.intoto.json")
+    ]
+    runs = [each["predicate"]["configuration"][0]["annotations"] for each in statements]
+    assert sorted(run["environmentId"] for run in runs) == ["floor", "newest"]
+    assert all(run["started"] <= run["finished"] for run in runs)
+    reports = {
+        (report["environment"], report["result"])
+        for report in map(
+            json.loads, (p.read_text() for p in (tmp_path / "evidence").rglob("report.json"))
+        )
+    }
+    assert reports == {("floor", "passed"), ("broken", "failed"), ("newest", "passed")}
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_tests_of_one_process_are_shared_out_and_all_count(
+    tmp_path: Path, make_suite: MakeSuite
+) -> None:
+    suite = make_suite(single__test_two=ONE_PROCESS, single__test_three=ONE_PROCESS)
+    (report,) = pipeline.run(options(tmp_path, suite, Target(site=SITE)), Display())
+    assert report.passed_tests == [
+        "single: single/test_one.py::test_answer",
+        "single: single/test_two.py::test_threads",
+        "single: single/test_three.py::test_threads",
+    ]
+    records = next((tmp_path / "evidence").rglob("records"))
+    assert sorted(path.name for path in records.iterdir()) == ["collect", "single.1", "single.2"]
+    details = [phase.detail for phase in report.phases if phase.name == "regressions"]
+    assert details == ["single.1: 2 passed", "single.2: 1 passed"]
+
+
+def test_a_failure_in_any_share_is_a_failure(
+    tmp_path: Path, make_suite: MakeSuite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = make_suite(single__test_two="def test_bad():\n    assert not 'reached'\n")
+    with pytest.raises(GateError, match="test_bad: failed") as caught:
+        pipeline.run(options(tmp_path, suite, Target(site=SITE)), Display())
+    assert caught.value.exit_code == 1
+    assert not list((tmp_path / "evidence").rglob("*.intoto.json"))
