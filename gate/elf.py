@@ -1,4 +1,4 @@
-"""Which GPU architecture a cubin or PTX file was compiled for, read from its first bytes."""
+"""What a cubin or PTX file was compiled for, and how long it is, read from its first bytes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def cubin_arch(head: bytes) -> str | None:
     number = flags & 0xFF if old else flags >> 8 & 0xFF
     specific = flags & (0x800 if old else 0x8)
     return f"sm_{number}{'a' if specific else ''}"
+
+
+def extent(head: bytes) -> int:
+    """How many bytes a cubin has at least: up to the end of its tables of headers."""
+    programs, sections = struct.unpack_from("<QQ", head, 32)
+    program_size, program_count, section_size, section_count = struct.unpack_from("<4H", head, 54)
+    tables = (programs + program_size * program_count, sections + section_size * section_count)
+    return int(max(tables))
 
 
 def ptx_arch(head: bytes) -> str | None:

@@ -98,6 +98,12 @@ class WheelRejected(_Listing):
     exit_code = 4
 
 
+class KernelsSpill(_Listing):
+    """A kernel needs more registers than there are."""
+
+    exit_code = 1
+
+
 class EvidenceRejected(_Listing):
     """Evidence is missing, stale or does not match the bytes."""
 

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from gate import distinfo, elf
 from gate.archive import Member
+from gate.manifests import check_manifests
 from gate.scan import SCHEMES, Content, Facts, arch_key, data_scheme, info_identity
 
 STARTUP = ("sitecustomize", "usercustomize")
@@ -305,6 +306,8 @@ def _cubin_problems(content: Content) -> Iterator[str]:
     named = _ARCH_IN_NAME.search(content.name)
     if content.arch and named and named[2].rstrip("af") != _digits(content.arch):
         yield f"{content.name}: was compiled for {content.arch}"
+    if elf.cubin_arch(content.head) and content.size < elf.extent(content.head):
+        yield f"{content.name}: is cut short"
 
 
 def _digits(arch: str) -> str:
@@ -402,6 +405,11 @@ RULES = (
         name="cuda",
         check=check_cuda,
         passed=lambda f: f"embeds {', '.join(f.archs) or 'no GPU code'}",
+    ),
+    Rule(
+        name="manifest",
+        check=check_manifests,
+        passed=lambda f: "as listed" if f.archs else "no GPU code",
     ),
     Rule(
         name="source",

@@ -18,6 +18,8 @@ from gate.policy import AuditPolicy
 from gate.wheels import Wheel
 
 HEAD_BYTES = 8192
+MANIFEST = "/manifest.json"
+MANIFEST_BYTES = 4 * 1024**2
 DOCUMENT_BYTES = 32 * 1024**2
 DOCUMENTS = ("METADATA", "WHEEL", "RECORD", "entry_points.txt")
 SCHEMES = ("purelib", "platlib", "headers", "scripts", "data")
@@ -50,6 +52,7 @@ class Facts:
         info: the folder that belongs to the wheel, or None.
         documents: METADATA, WHEEL, RECORD and entry_points.txt of ``info``, as far as present.
         rows: RECORD's rows.
+        manifests: what lists GPU code, whole, by its name in the archive.
         problems: findings made on the way, by rule.
     """
 
@@ -67,6 +70,7 @@ class Facts:
     metadata: Metadata | None = None
     rows: Mapping[str, distinfo.Row] = field(default_factory=dict)
     entry_points: frozenset[str] = frozenset()
+    manifests: dict[str, bytes] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
 
     def problem(self, rule: str, *what: str) -> None:
@@ -190,13 +194,16 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
 def _content(facts: Facts, archive: Archive, member: Member) -> Content:
     algorithm = distinfo.algorithm_of(facts.rows.get(member.name))
     digest, size, head = hashlib.new(algorithm), 0, b""
+    kept = MANIFEST_BYTES if member.name.endswith(MANIFEST) else HEAD_BYTES
     for chunk in _chunks(facts, archive, member):
         digest.update(chunk)
         size += len(chunk)
-        if len(head) < HEAD_BYTES:
-            head += chunk[: HEAD_BYTES - len(head)]
+        if len(head) < kept:
+            head += chunk[: kept - len(head)]
+    if member.name.endswith(MANIFEST):
+        facts.manifests[member.name] = head
     encoded = distinfo.encoded(algorithm, digest.digest())
-    return Content(name=member.name, size=size, digest=encoded, head=head)
+    return Content(name=member.name, size=size, digest=encoded, head=head[:HEAD_BYTES])
 
 
 def _chunks(facts: Facts, archive: Archive, member: Member) -> Iterator[bytes]:

@@ -118,8 +118,14 @@ def test_this_project_ships_its_package_and_nothing_else(tmp_path: Path) -> None
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"gefen", f"gefen_cuda-{version}.dist-info"}
     assert "gefen/py.typed" in names
+    folder = "gefen/kernels/cubin/"
+    assert {folder + "sm_75.cubin", folder + "sm_121.cubin", folder + "manifest.json"} < set(names)
+    assert any(name.startswith("gefen/kernels/src/") and name.endswith(".cu") for name in names)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
-        inside = {name.partition("/")[2].partition("/")[0] for name in sdist.getnames()}
+        files = [name.partition("/")[2] for name in sdist.getnames()]
+    inside = {name.partition("/")[0] for name in files}
+    assert not any("/cubin" in name for name in files), "an sdist holds sources only"
+    assert any(name.startswith("src/gefen/kernels/src/") for name in files)
     assert inside - {""} <= {
         *("src", "README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"),
         ".gitignore",

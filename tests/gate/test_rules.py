@@ -12,6 +12,7 @@ from tests.gate.wheel_builder import (
     REGULAR,
     Entry,
     WheelBuilder,
+    add_manifest,
     as_wheel,
     central,
     cubin,
@@ -236,7 +237,7 @@ def cuda_builder() -> WheelBuilder:
 
 
 def test_the_declared_architectures_pass(tmp_path: Path) -> None:
-    result = audit(as_wheel(cuda_builder().write(tmp_path)), CUDA)
+    result = audit(as_wheel(add_manifest(cuda_builder()).write(tmp_path)), CUDA)
     assert result.archs == ("sm_90", "sm_120", "compute_120")
 
 
@@ -256,11 +257,14 @@ def test_the_declared_architectures_pass(tmp_path: Path) -> None:
             ["step.sm_90.cubin: was compiled for sm_120", "has no sm_90"]),
         (lambda b: b.add("demo/cubin/bad.sm_90.cubin", b"text"), ["bad.sm_90.cubin: is no cubin"]),
         (lambda b: b.add("demo/cubin/bad.ptx", b"text"), ["bad.ptx: is no ptx"]),
+        (lambda b: b.drop("demo/cubin/step.sm_90.cubin")
+            .add("demo/cubin/step.sm_90.cubin", SM_90[:58] + b"\x40\0\x02\0" + SM_90[62:]),
+            ["step.sm_90.cubin: is cut short"]),
         (lambda b: b.add("demo/all.fatbin", bytes.fromhex("50ed55ba0100")), ["a fat binary"]),
     ],
 )  # fmt: skip
 def test_wrong_architectures(tmp_path: Path, change, expected: list[str]) -> None:
-    found = findings(change(cuda_builder()).write(tmp_path), CUDA)
+    found = findings(add_manifest(change(cuda_builder())).write(tmp_path), CUDA)
     assert len(found) == len(expected), found
     assert all(part in one for one, part in zip(found, expected, strict=True)), found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import zipfile
 from base64 import urlsafe_b64encode
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import parse_wheel_filename
 
+from gate import elf
 from gate.audit import audit
 from gate.errors import WheelRejected
 from gate.policy import AuditPolicy
@@ -184,3 +186,21 @@ def cubin(flags: int, abi: int) -> bytes:
 
 def ptx(target: str) -> bytes:
     return f"//\n// Generated\n//\n\n.version 8.8\n.target {target}\n.address_size 64\n".encode()
+
+
+def manifest(builder: WheelBuilder, folder: str = "demo/cubin") -> dict[str, dict[str, object]]:
+    """What a build would list of the GPU code in ``folder`` and the sources beside it."""
+    files, sources = {}, {}
+    near = folder.rpartition("/")[0] + "/src/"
+    for entry in builder.entries:
+        digest = hashlib.sha256(entry.data).hexdigest()
+        arch = elf.ptx_arch(entry.data) or elf.cubin_arch(entry.data)
+        if entry.name.startswith(folder + "/") and arch:
+            files[entry.name.rpartition("/")[2]] = {"arch": arch, "sha256": digest}
+        elif entry.name.startswith(near):
+            sources[entry.name.removeprefix(near)] = digest
+    return {"files": files, "sources": sources}
+
+
+def add_manifest(builder: WheelBuilder, folder: str = "demo/cubin") -> WheelBuilder:
+    return builder.add(f"{folder}/manifest.json", json.dumps(manifest(builder, folder)).encode())

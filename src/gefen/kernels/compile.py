@@ -80,11 +80,15 @@ def read_sources(folder: Path = SOURCES) -> dict[str, bytes]:
         raise CompileError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
+def recipe(sources: Mapping[str, bytes]) -> dict[str, object]:
+    """What images are made of: the compiler's options, and SHA-256 of each source by name."""
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sources.items()}
+    return {"options": list(OPTIONS), "sources": hashes}
+
+
 def digest(sources: Mapping[str, bytes]) -> str:
-    """SHA-256, in hexadecimal, of names, contents and the compiler's options."""
-    lines = [json.dumps(OPTIONS)]
-    lines += [f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in sources.items()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    """SHA-256, in hexadecimal, of the recipe."""
+    return hashlib.sha256(json.dumps(recipe(sources), sort_keys=True).encode()).hexdigest()
 
 
 def file_name(arch: str) -> str:
@@ -217,8 +221,7 @@ def build(
         (out / file_name(image.arch)).write_bytes(image.data)
     manifest = {
         "compiler": f"NVRTC {release}",
-        "options": list(OPTIONS),
-        "sources": digest(sources),
+        **recipe(sources),
         "files": {file_name(image.arch): _entry(image) for image in images},
     }
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

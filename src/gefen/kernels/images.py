@@ -15,7 +15,15 @@ from pathlib import Path
 
 import torch
 
-from gefen.kernels.compile import MANIFEST, SOURCES, CompileError, Nvrtc, digest, read_sources
+from gefen.kernels.compile import (
+    MANIFEST,
+    SOURCES,
+    CompileError,
+    Nvrtc,
+    digest,
+    read_sources,
+    recipe,
+)
 
 EMBEDDED = Path(__file__).parent / "cubin"
 
@@ -47,11 +55,11 @@ def manifest() -> Manifest | None:
     """What is embedded; None without images, or if they are not of the sources beside them."""
     try:
         read = json.loads((EMBEDDED / MANIFEST).read_bytes())
-        if read["sources"] != digest(read_sources(SOURCES)):
+        if not recipe(read_sources(SOURCES)).items() <= read.items():
             return None
         files = {name: entry["sha256"] for name, entry in read["files"].items()}
         return Manifest(compiler=read["compiler"], files=files)
-    except (OSError, ValueError, LookupError, TypeError, CompileError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, CompileError):
         return None
 
 
