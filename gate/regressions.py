@@ -17,7 +17,7 @@ import uuid
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from gate.report import Failure
 from gate.runner import Outcome, Runner
 from gate.wheels import sha256_of
 
-SUITE = Path(__file__).parent.parent / "tests" / "regression"
+CHECKOUT = Path(__file__).parent.parent
+SUITE = CHECKOUT / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
 CANARY_FAILED = 1
@@ -148,10 +149,12 @@ def prepare(subject: Subject, suite: Path) -> Path:
     return target
 
 
-def collect(subject: Subject, suite: Path, folder: Path, runner: Runner) -> list[str]:
+def collect(
+    subject: Subject, suite: Path, folder: Path, runner: Runner, timeout: float = COLLECT_TIMEOUT
+) -> list[str]:
     """Return every test id of the suite; prove that the package under test is the wheel's.
 
-    Runs a single test, under a name of its own each time, that must come back as failed.
+    Runs the canary alone: a test that must come back as failed.
 
     Raises:
         IdentityMismatch: something else than the wheel's files was imported, or the package
@@ -159,34 +162,57 @@ def collect(subject: Subject, suite: Path, folder: Path, runner: Runner) -> list
         EnvironmentFailed: the environment does not have what the wheel requires.
         RegressionFailed: the tests cannot be collected, or a test function is missing.
     """
-    canary = f"test_{uuid.uuid4().hex}"
-    source = f"import {subject.package}\n\ndef {canary}():\n    assert {subject.package} is None\n"
-    before = subject.fingerprint(suite)
-    (suite / f"{canary}.py").write_text(source)
-    outcome = _pytest(
-        subject, suite, folder, runner, ["."], {"GATE_CANARY": canary}, COLLECT_TIMEOUT
-    )
-    (suite / f"{canary}.py").unlink(missing_ok=True)
+    with _canary(subject, suite) as canary:
+        before = subject.fingerprint(suite)
+        variables = {"GATE_ONLY_COLLECT": "1"}
+        limit = min(timeout, COLLECT_TIMEOUT)
+        outcome = _pytest(subject, suite, folder, runner, [], canary, variables, limit)
+        changed = _changes(before, subject.fingerprint(suite))
     finished = records.read_json(folder / "finished-0.json", dict) or {}
-    _demand_proof(finished)
+    if problem := finished.get("failure"):
+        raise RegressionFailed(f"{subject.package} cannot be imported.\n{problem}")
+    _demand_proof(subject.package, finished)
     inventory = records.read_json(folder / "inventory-0.json", list)
-    stopped = outcome.stopped or outcome.survivors or outcome.returncode not in (0, CANARY_FAILED)
-    if inventory is None or stopped:
+    if not outcome.ok or not finished or inventory is None:
+        how = "it ended early, without a record" if outcome.ok else outcome.describe()
         raise RegressionFailed(
-            f"The regression tests cannot be collected: {outcome.describe()}.\n{outcome.tail()}"
+            f"The regression tests cannot be collected: {how}.\n{_details(folder, outcome)}"
         )
-    verdicts = [
-        verdict.partition(":")[0] for verdict, _ in _results(folder / "junit-0.xml").values()
-    ]
-    ended = {outcome.returncode, finished.get("exitstatus")}
-    if verdicts != ["failed"] or ended != {CANARY_FAILED}:
-        raise IdentityMismatch("A test that must fail did not come back as failed.", cause=TAMPERS)
-    if changed := _changes(before, subject.fingerprint(suite)):
+    for problem in _canary_problems(folder, 0, canary, finished):
+        raise IdentityMismatch(problem, cause=TAMPERS)
+    if changed:
         raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)
     collected = {str(node).partition("[")[0] for node in inventory}
     if missing := sorted(set(_declared(suite)) - collected):
         raise RegressionFailed(f"{missing[0]} exists but was not collected.")
     return [str(node) for node in inventory]
+
+
+@contextmanager
+def _canary(subject: Subject, suite: Path) -> Iterator[str]:
+    """A test that must fail, under a name of its own each time, while the body runs."""
+    name = f"test_must_fail_{uuid.uuid4().hex}"
+    text = f"import {subject.package}\n\n\ndef {name}():\n    assert {subject.package} is None\n"
+    (suite / f"{name}.py").write_text(text)
+    try:
+        yield name
+    finally:
+        (suite / f"{name}.py").unlink(missing_ok=True)
+
+
+def _canary_problems(
+    folder: Path, rank: int, canary: str, finished: Mapping[str, Any]
+) -> Iterator[str]:
+    """What speaks against the records of a process, given that its last test must fail."""
+    verdict, _ = _results(folder / f"junit-{rank}.xml").get(_node(canary), ("did not run", ""))
+    if not verdict.startswith("failed: ") or finished.get("exitstatus") != CANARY_FAILED:
+        yield f"A test that must fail did not come back as failed: {verdict}."
+    if records.read_json(folder / f"exited-{rank}.json", dict) is None:
+        yield "The process did not reach its end: its exit was forced or had to be."
+
+
+def _node(canary: str) -> str:
+    return f"{canary}.py::{canary}"
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -217,16 +243,21 @@ def run(
         "OMP_NUM_THREADS": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
-    words = plan.files or [plan.folder]
+    words = list(plan.files or [plan.folder])
     # Starts side by side must not see what others do to their tests.
     own = suite.with_name(f"suite-{plan.name}")
     shutil.copytree(suite, own)
-    before = subject.fingerprint(own)
-    outcome = _pytest(subject, own, folder, runner, words, variables, timeout, world=plan.world)
-    failures = list(_judge(plan, expected, outcome, folder))
+    with _canary(subject, own) as canary:
+        before = subject.fingerprint(own)
+        outcome = _pytest(
+            *(subject, own, folder, runner, words, canary, variables, timeout),
+            world=plan.world,
+        )
+        changed = _changes(before, subject.fingerprint(own))
+    failures = list(_judge(plan, expected, outcome, folder, canary))
     failures += [
         Failure(where=plan.label, reason=f"{name} was changed while the tests ran")
-        for name in _changes(before, subject.fingerprint(own))
+        for name in changed
     ]
     passed = [] if failures else [f"{plan.label}: {node}" for node in expected]
     return passed, failures
@@ -237,7 +268,8 @@ def _pytest(
     suite: Path,
     folder: Path,
     runner: Runner,
-    arguments: Sequence[str],
+    folders: Sequence[str],
+    canary: str,
     variables: Mapping[str, str],
     timeout: float,
     world: int = 1,
@@ -248,7 +280,9 @@ def _pytest(
     command: list[str | Path] = [
         *(python, "-IBm", "pytest", "-c", suite.parent / "pytest.ini", "--rootdir", suite),
         *("--confcutdir", suite, "-p", "gate_harness", "--basetemp", folder / "tmp"),
-        *arguments,
+        *(folders or ["."]),
+        # The last of all, so that what tests leave behind would show.
+        *([f"{canary}.py"] if folders else []),
     ]
     if world > 1:
         # After a failing test the ranks no longer agree on what comes next.
@@ -264,12 +298,15 @@ def _pytest(
             "GATE_DISTRIBUTION": subject.distribution,
             "GATE_SITE": str(environment.site),
             "GATE_PATH": json.dumps([str(path) for path in allowed]),
+            "GATE_CANARY": canary,
+            "GATE_FORBIDDEN": json.dumps([str(CHECKOUT)]),
         },
         cwd=suite,
         log=folder / "output.log",
         timeout=timeout,
         on_timeout=lambda pid: _dump_stacks(pid, folder, world),
         bounded=folder,
+        writable=environment.root,
     )
 
 
@@ -292,7 +329,7 @@ def _declared(suite: Path) -> Iterator[str]:
                 yield f"{name}::{node.name}"
 
 
-def _demand_proof(finished: Mapping[str, Any]) -> None:
+def _demand_proof(package: str, finished: Mapping[str, Any]) -> None:
     if unmet := finished.get("unmet"):
         raise EnvironmentFailed(
             f"The environment lacks what the wheel requires: {unmet[0]}.",
@@ -303,6 +340,13 @@ def _demand_proof(finished: Mapping[str, Any]) -> None:
             f"The tests would not have tested the wheel: {problems[0]}.",
             cause="something shadows the package under test, or it changed itself",
         )
+    if effects := finished.get("effects"):
+        raise IdentityMismatch(
+            f"Importing {package} {effects[0]}.",
+            cause="code of the package changes what is not its own",
+        )
+    if tampering := finished.get("tampering"):
+        raise IdentityMismatch(f"{package} {tampering[0]}.", cause=TAMPERS)
 
 
 def _dump_stacks(supervisor: int, folder: Path, world: int) -> None:
@@ -329,20 +373,23 @@ def _catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _judge(
-    plan: Run, expected: Sequence[str], outcome: Outcome, folder: Path
+    plan: Run, expected: Sequence[str], outcome: Outcome, folder: Path, canary: str
 ) -> Iterator[Failure]:
     if not expected:
         yield Failure(where=plan.label, reason="no tests were collected for it")
     failures = [
         failure
         for rank in range(plan.world)
-        for failure in _judge_rank(plan, rank, expected, folder)
+        for failure in _judge_rank(plan, rank, expected, folder, canary)
     ]
     if not outcome.ok or failures:
-        stacks = list(_stacks(folder))
-        detail = "\n\n".join([*stacks, outcome.tail()])
-        yield Failure(where=plan.label, reason=outcome.describe(), detail=detail)
+        reason = "the tests failed" if outcome.ok else outcome.describe()
+        yield Failure(where=plan.label, reason=reason, detail=_details(folder, outcome))
     yield from failures
+
+
+def _details(folder: Path, outcome: Outcome) -> str:
+    return "\n\n".join([*_stacks(folder), outcome.tail()])
 
 
 def _stacks(folder: Path) -> Iterator[str]:
@@ -355,7 +402,9 @@ def _stacks(folder: Path) -> Iterator[str]:
             yield f"stacks of rank {file.stem.removeprefix('stacks-')}:\n{text}"
 
 
-def _judge_rank(plan: Run, rank: int, expected: Sequence[str], folder: Path) -> Iterator[Failure]:
+def _judge_rank(
+    plan: Run, rank: int, expected: Sequence[str], folder: Path, canary: str
+) -> Iterator[Failure]:
     suffix = f" on rank {rank}" if plan.world > 1 else ""
     where = plan.label + suffix
     finished = records.read_json(folder / f"finished-{rank}.json", dict)
@@ -364,11 +413,30 @@ def _judge_rank(plan: Run, rank: int, expected: Sequence[str], folder: Path) -> 
         if running := records.read_text(folder / f"current-{rank}"):
             yield Failure(where=f"{PREFIX}{running}{suffix}", reason="was running when it ended")
         return
-    if finished.get("exitstatus") != 0:
-        yield Failure(where=where, reason=f"pytest ended with {finished.get('exitstatus')}")
-    for problem in finished.get("identity", ["it gave no proof of its identity"]):
+    for problem in _process_problems(finished):
         yield Failure(where=where, reason=problem)
-    results = _results(folder / f"junit-{rank}.xml")
+    failures = list(_test_failures(folder / f"junit-{rank}.xml", expected, canary, suffix))
+    yield from failures
+    # Ranks stop at the first failure, and are ended with the first that stopped.
+    for problem in () if failures else _canary_problems(folder, rank, canary, finished):
+        yield Failure(where=where, reason=problem)
+
+
+def _process_problems(finished: Mapping[str, Any]) -> Iterator[str]:
+    if finished.get("exitstatus") != CANARY_FAILED:
+        yield f"pytest ended with {finished.get('exitstatus')}"
+    if failure := finished.get("failure"):
+        yield f"the package cannot be imported: {failure.strip().splitlines()[-1]}"
+    yield from finished.get("identity", ["it gave no proof of its identity"])
+    yield from (f"importing the package {effect}" for effect in finished.get("effects", []))
+    yield from (f"the package {what}" for what in finished.get("tampering", []))
+
+
+def _test_failures(
+    junit: Path, expected: Sequence[str], canary: str, suffix: str
+) -> Iterator[Failure]:
+    results = _results(junit)
+    results.pop(_node(canary), None)
     for node in expected:
         verdict, detail = results.pop(node, ("did not run", ""))
         if verdict != "passed":

@@ -127,6 +127,7 @@ class Runner:
         on_timeout: Callable[[int], None] = lambda _pid: None,
         bounded: Path | None = None,
         stdin: Path | None = None,
+        writable: Path | None = None,
     ) -> Outcome:
         """Run ``command`` to its end, but no longer than ``timeout`` seconds.
 
@@ -137,6 +138,8 @@ class Runner:
                 id that all its processes are below.
             bounded: folder whose size is limited, as that of the log is.
             stdin: file that the command reads as its standard input; none by default.
+            writable: the only folder whose files the command may change, where the kernel can
+                see to that; None leaves it free.
 
         Raises:
             EnvironmentFailed: the command could not be started.
@@ -158,9 +161,10 @@ class Runner:
             closing = stack.enter_context(os.fdopen(lifeline, "wb"))
             output = stack.enter_context(log.open("wb"))
             given = stack.enter_context((stdin or Path(os.devnull)).open("rb"))
+            confined = os.fspath(writable or "")
             with _STARTING:
                 supervisor = subprocess.Popen(
-                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, *words],
+                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, confined, *words],
                     env=dict(env),
                     cwd=cwd,
                     stdin=given,

@@ -1,21 +1,26 @@
 """Runs inside the environment under test: proof of identity, inventory, completion records.
 
 A pytest plugin (``-p gate_harness``). Every pytest process, single or a rank, writes into
-``GATE_RECORDS``: a JUnit file, whose test cases carry their node ids, and when it has finished a
-record with its identity. Uses nothing of the wheel and nothing but the standard library and
-pytest.
+``GATE_RECORDS``: a JUnit file, whose test cases carry their node ids, when it has finished a
+record with its identity, and a last one when Python exits. The last test, the canary, must fail;
+where it alone does, the process ends with success. Uses nothing of the wheel and nothing but the
+standard library and pytest.
 """
 
+import atexit
 import faulthandler
 import hashlib
 import importlib.metadata
 import json
 import os
+import resource
 import signal
 import sys
+import traceback
 from base64 import urlsafe_b64encode
 from pathlib import Path
 
+import gate_effects
 import pytest
 from packaging.requirements import Requirement
 
@@ -23,8 +28,16 @@ RECORDS = Path(os.environ["GATE_RECORDS"])
 RANK = os.environ.get("RANK", "0")
 PACKAGE = os.environ["GATE_PACKAGE"]
 DISTRIBUTION = os.environ["GATE_DISTRIBUTION"]
-# Where it is given, all tests are collected, but only this one runs.
-CANARY = os.environ.get("GATE_CANARY")
+CANARY = os.environ["GATE_CANARY"]
+# All tests are collected, but only the canary runs.
+ONLY_COLLECT = "GATE_ONLY_COLLECT" in os.environ
+# What runs here must not read these, unless they lie in a folder of GATE_PATH.
+FORBIDDEN = [Path(path).resolve() for path in json.loads(os.environ["GATE_FORBIDDEN"])]
+FILE_LIMIT = 128 * 2**20
+EXIT_SECONDS = 20
+
+opened = set()
+failed = set()
 
 
 def record(name, facts):
@@ -73,10 +86,15 @@ def unmet_requirements():
     return unmet
 
 
+def allowed_roots():
+    """Return the folders that the environment consists of."""
+    folders = [*json.loads(os.environ["GATE_PATH"]), sys.base_prefix]
+    return [Path(folder).resolve() for folder in folders]
+
+
 def path_problems():
     """Return what of the import path, and what was imported, lies outside the environment."""
-    allowed = [Path(entry).resolve() for entry in json.loads(os.environ["GATE_PATH"])]
-    allowed.append(Path(sys.base_prefix).resolve())
+    allowed = allowed_roots()
 
     def outside(entry):
         return not any(Path(entry).resolve().is_relative_to(root) for root in allowed)
@@ -96,27 +114,73 @@ def encoded(path, algorithm):
     return urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
+def note_opened(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        opened.add(os.path.abspath(os.fsdecode(arguments[0])))
+
+
+def forbidden_reads():
+    """Return what was read outside of the environment, as sentences."""
+    allowed = allowed_roots()
+    resolved = {path: Path(path).resolve() for path in sorted(opened)}
+    return [
+        f"{path} was read, which is not of the environment"
+        for path, real in resolved.items()
+        if any(real.is_relative_to(root) for root in FORBIDDEN)
+        and not any(real.is_relative_to(root) for root in allowed)
+    ]
+
+
+def import_package(config):
+    """Import the package; return what this changed, and why it failed, or ""."""
+    required = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or ()]
+    gate_effects.preload([one.name.replace("-", "_") for one in required])
+    manager = config.pluginmanager
+    config.watch = gate_effects.Watch(
+        PACKAGE, lambda: [name for name, _ in manager.list_name_plugin()]
+    )
+    try:
+        __import__(PACKAGE)
+    except BaseException:  # whatever it is, the gate reports it
+        return [], traceback.format_exc(limit=-3)
+    return config.watch.effects(), ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    sys.addaudithook(note_opened)
+    atexit.register(record, "exited", {})
+    # Captured output goes to a file that nobody watches.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
     stacks = open(RECORDS / f"stacks-{RANK}.txt", "w")  # noqa: SIM115 - open until the end
+    config.stacks = stacks
     # The gate asks with the first; torchrun ends the peers of a failed rank with the second.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=stacks, all_threads=True, chain=True)
     config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    session.config.imported = import_package(session.config)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    __import__(PACKAGE)
     for item in items:
         item.user_properties.append(("nodeid", item.nodeid))
-    if CANARY:
+    if ONLY_COLLECT:
         record("inventory", [item.nodeid for item in items if item.path.stem != CANARY])
         items[:] = [item for item in items if item.path.stem == CANARY]
 
 
 def pytest_runtest_logstart(nodeid):
     (RECORDS / f"current-{RANK}").write_text(nodeid)
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        failed.add(report.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -128,12 +192,23 @@ def pytest_runtest_makereport(item):
     return report
 
 
-def pytest_sessionfinish(exitstatus):
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    config = session.config
+    effects, failure = getattr(config, "imported", ([], "it was never tried"))
+    tampering = config.watch.tampering() if hasattr(config, "watch") else []
     record(
         "finished",
         {
             "exitstatus": int(exitstatus),
-            "identity": identity_problems(),
+            "identity": identity_problems() + forbidden_reads(),
             "unmet": unmet_requirements(),
+            "effects": effects,
+            "failure": failure,
+            "tampering": tampering,
         },
     )
+    if failed == {f"{CANARY}.py::{CANARY}"} and exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.OK
+    # What keeps the process from ending from here on is shown, and ends with it.
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=config.stacks)

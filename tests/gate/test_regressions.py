@@ -194,7 +194,7 @@ PATCHES = {
     "reports": "import _pytest.reports as r\nr.TestReport.from_item_and_call = classmethod("
     "lambda cls, item, call, f=r.TestReport.from_item_and_call.__func__: "
     "(setattr(call, 'excinfo', None), f(cls, item, call))[1])\n",
-    "runtest": "import _pytest.python as p\np.Function.runtest = lambda self: None\n",
+    "runtest": "import _pytest.python as p; p.Function.runtest = lambda self: None\n",
 }
 
 
@@ -205,8 +205,34 @@ def test_a_package_that_makes_every_test_pass_is_found_out(
     wheel = mini_wheel(tmp_path, b"answer = 41\n" + code.encode())
     install(environment, wheel, Runner())
     subject = Subject(environment=environment, distribution="mini", package="mini")
-    with pytest.raises(IdentityMismatch, match="must fail"):
+    with pytest.raises(IdentityMismatch, match=r"Importing mini replaced _pytest\."):
         judge(subject, make_suite())
+
+
+@pytest.mark.parametrize("run", [SINGLE, RANKS], ids=lambda run: run.label)
+def test_a_package_that_makes_tests_pass_once_it_is_used_is_found_out(
+    run: Run, environment: Environment, make_suite: MakeSuite, tmp_path: Path
+) -> None:
+    code = "answer = 42\ndef late():\n    " + PATCHES["runtest"]
+    install(environment, mini_wheel(tmp_path, code.encode()), Runner())
+    subject = Subject(environment=environment, distribution="mini", package="mini")
+    calls = HEAD + "def test_it(): mini.late()\ndef test_later(): assert mini.answer == 43\n"
+    suite = make_suite(single__test_it=calls, ranks__test_it=calls)
+    passed, failures = judge(subject, suite, run)
+    reasons = [failure.reason for failure in failures]
+    assert passed == []
+    assert "A test that must fail did not come back as failed: passed." in reasons
+    assert "the package replaced _pytest.python.Function.runtest" in reasons
+
+
+def test_an_exit_that_is_forced_is_noticed(
+    environment: Environment, make_suite: MakeSuite, tmp_path: Path
+) -> None:
+    code = "answer = 42\ndef late():\n    import atexit, os\n    atexit.register(os._exit, 0)\n"
+    install(environment, mini_wheel(tmp_path, code.encode()), Runner())
+    subject = Subject(environment=environment, distribution="mini", package="mini")
+    _, failures = judge(subject, make_suite(single__test_it=HEAD + "def test_it(): mini.late()\n"))
+    assert any("did not reach its end" in failure.reason for failure in failures)
 
 
 ROOT_OF = "import os, sys; root = os.environ['GATE_RECORDS'].rpartition('/records')[0]\n"
@@ -256,7 +282,7 @@ BROKEN_RECORDS = {
     "half": "open(junit, 'r+').truncate(40)",
     "finished": "open(done, 'w').write('{')",
     "list": "open(done, 'w').write('[]')",
-    "status": "open(done, 'w').write('{\"exitstatus\": 1, \"identity\": []}')",
+    "status": "open(done, 'w').write('{\"exitstatus\": 0, \"identity\": []}')",
 }
 
 
@@ -269,7 +295,7 @@ def test_broken_records_are_failures(
         "folder = os.environ['GATE_RECORDS']\n"
         "junit, done = folder + '/junit-0.xml', folder + '/finished-0.json'\n"
         "def tamper():\n"
-        "    if os.path.exists(junit) and 'GATE_CANARY' not in os.environ:\n"
+        "    if os.path.exists(junit) and 'GATE_ONLY_COLLECT' not in os.environ:\n"
         f"        {tampering}\n"
         "atexit.register(tamper)\n"
         "def test_it(): pass\n"
