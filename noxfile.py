@@ -93,6 +93,13 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *parallel, *session.posargs, env=env)
 
 
+@nox.session(default=False)
+def gate_selftest(session: nox.Session) -> None:
+    """Gate a hundred sabotaged wheels, each to be refused; -- takes parts of their names."""
+    install(session, *GATE, NVRTC, "pytest")
+    session.run("python", "-m", "tests.gate.corpus", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style (ruff) and types (mypy)."""

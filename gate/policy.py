@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from gate import targets
@@ -37,6 +38,9 @@ class AuditPolicy:
             (``compute_121``).
         max_bytes: ceiling for the size of the wheel file.
         entry_points: the entry points it may declare, each as ``group:name``.
+        requires: exactly the requirements it declares; None where any may be.
+        imports: the top-level modules its code may import besides the standard library and the
+            package itself; None where that is not looked at.
         source: folder, relative to the repository, that mirrors the package; None where the
             wheel's files are not compared with a source tree.
         built: patterns of files that a build makes and the source tree may lack.
@@ -47,6 +51,8 @@ class AuditPolicy:
     cuda_archs: frozenset[str] = frozenset()
     max_bytes: int
     entry_points: frozenset[str] = frozenset()
+    requires: frozenset[str] | None = None
+    imports: frozenset[str] | None = None
     source: str | None = None
     built: tuple[str, ...] = ()
 
@@ -162,6 +168,7 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
     where = f"tool.gate.audit.{name}"
     table = _table(audits, name, "tool.gate.audit")
     known = {"package", "resources", "cuda-archs", "max-bytes", "entry-points", "source", "built"}
+    known |= {"requires", "imports"}
     _known(table, known, where)
     package, source = table.get("package"), table.get("source")
     max_bytes = table.get("max-bytes")
@@ -181,9 +188,20 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
         cuda_archs=frozenset(archs),
         max_bytes=max_bytes,
         entry_points=frozenset(_strings(table, "entry-points", where)),
+        requires=_requirements(table, where),
+        imports=frozenset(_strings(table, "imports", where)) if "imports" in table else None,
         source=source,
         built=_strings(table, "built", where),
     )
+
+
+def _requirements(table: dict[str, Any], where: str) -> frozenset[str] | None:
+    if "requires" not in table:
+        return None
+    try:
+        return frozenset(str(Requirement(text)) for text in _strings(table, "requires", where))
+    except InvalidRequirement as error:
+        raise _bad(f"{where}.requires", str(error)) from error
 
 
 def _publish(publish: dict[str, Any], name: str) -> PublishPolicy:

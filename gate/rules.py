@@ -154,6 +154,9 @@ def check_dist_info(facts: Facts) -> Iterator[str]:
     for document in ("METADATA", "WHEEL", "RECORD"):
         if f"{facts.info}/{document}" not in facts.contents:
             yield f"{document} is missing"
+    for document, text in facts.documents.items() if facts.policy else ():
+        if b"\r" in text:
+            yield f"{document}: has line endings other than \\n"
     for top in facts.top_levels:
         if top.lower().endswith((".egg-info", ".egg")) or top == "EGG-INFO":
             yield f"{top}: a second record of what is installed"
@@ -171,6 +174,16 @@ def check_metadata(facts: Facts) -> Iterator[str]:
         for requirement in _requirements(facts):
             if requirement.url:
                 yield f"Requires-Dist has a URL, which indexes refuse: {requirement}"
+        yield from _undeclared(facts.policy.requires, set(map(str, _requirements(facts))))
+        for file in (facts.metadata.license_files if facts.metadata else None) or ():
+            if f"{facts.info}/licenses/{file}" not in facts.contents:
+                yield f"License-File {file} is missing from {facts.info}/licenses"
+
+
+def _undeclared(declared: frozenset[str] | None, found: set[str]) -> Iterator[str]:
+    if declared is not None:
+        yield from (f"requires {one}, which is not declared" for one in sorted(found - declared))
+        yield from (f"does not require {one}, as declared" for one in sorted(declared - found))
 
 
 def _requirements(facts: Facts) -> list[Requirement]:
@@ -236,6 +249,14 @@ def check_entry_points(facts: Facts) -> Iterator[str]:
             yield f"{point}: is not declared"
     for point in sorted(allowed - facts.entry_points):
         yield f"{point}: is declared but missing"
+
+
+def check_imports(facts: Facts) -> Iterator[str]:
+    """Modules import the standard library, the package itself and what is declared."""
+    allowed = (facts.policy.imports if facts.policy else None) or frozenset()
+    for name, modules in facts.imports.items():
+        for module in sorted(modules - allowed):
+            yield f"{name}: imports {module}, which is not declared"
 
 
 def check_data(facts: Facts) -> Iterator[str]:
@@ -389,6 +410,11 @@ RULES = (
         name="entry-points",
         check=check_entry_points,
         passed=lambda f: ", ".join(sorted(f.entry_points)) or "none",
+    ),
+    Rule(
+        name="imports",
+        check=check_imports,
+        passed=lambda f: ", ".join(sorted(set().union(*f.imports.values()))) or "none of others",
     ),
     Rule(
         name="data",

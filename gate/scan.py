@@ -12,7 +12,7 @@ from packaging.metadata import Metadata
 from packaging.tags import Tag
 from packaging.utils import BuildTag, parse_wheel_filename
 
-from gate import distinfo, elf
+from gate import distinfo, elf, imports
 from gate.archive import Archive, BadArchive, Member
 from gate.policy import AuditPolicy
 from gate.wheels import Wheel
@@ -52,6 +52,7 @@ class Facts:
         info: the folder that belongs to the wheel, or None.
         documents: METADATA, WHEEL, RECORD and entry_points.txt of ``info``, as far as present.
         rows: RECORD's rows.
+        imports: what each module imports from outside, where the policy limits it.
         manifests: what lists GPU code, whole, by its name in the archive.
         problems: findings made on the way, by rule.
     """
@@ -70,6 +71,7 @@ class Facts:
     metadata: Metadata | None = None
     rows: Mapping[str, distinfo.Row] = field(default_factory=dict)
     entry_points: frozenset[str] = frozenset()
+    imports: dict[str, frozenset[str]] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
 
@@ -194,16 +196,30 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
 def _content(facts: Facts, archive: Archive, member: Member) -> Content:
     algorithm = distinfo.algorithm_of(facts.rows.get(member.name))
     digest, size, head = hashlib.new(algorithm), 0, b""
-    kept = MANIFEST_BYTES if member.name.endswith(MANIFEST) else HEAD_BYTES
+    is_module = member.name.endswith((".py", ".pyw"))
+    kept = imports.SOURCE_BYTES if is_module and facts.policy else HEAD_BYTES
+    if member.name.endswith(MANIFEST):
+        kept = MANIFEST_BYTES
     for chunk in _chunks(facts, archive, member):
         digest.update(chunk)
         size += len(chunk)
         if len(head) < kept:
             head += chunk[: kept - len(head)]
+    if is_module:
+        _note_imports(facts, member.name, head)
     if member.name.endswith(MANIFEST):
         facts.manifests[member.name] = head
     encoded = distinfo.encoded(algorithm, digest.digest())
     return Content(name=member.name, size=size, digest=encoded, head=head[:HEAD_BYTES])
+
+
+def _note_imports(facts: Facts, name: str, source: bytes) -> None:
+    if facts.policy is None or facts.policy.imports is None:
+        return
+    try:
+        facts.imports[name] = imports.foreign(source, facts.policy.package)
+    except SyntaxError as error:
+        facts.problem("imports", f"{name}: is not Python: {error.msg} (line {error.lineno})")
 
 
 def _chunks(facts: Facts, archive: Archive, member: Member) -> Iterator[bytes]:

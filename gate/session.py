@@ -151,7 +151,9 @@ class Session:
             self._suite_digest = evidence.suite_digest(suite)
             with self._phase("identity") as phase:
                 folder = environment.root / "records" / "collect"
-                inventory = regressions.collect(subject, suite, folder, runner)
+                inventory = regressions.collect(
+                    subject, suite, folder, runner, self._settings.timeout
+                )
                 count = f"{len(inventory)} tests collected"
                 phase.detail = f"the wheel's own files are imported; {count}"
             with self._phase("machine") as phase:

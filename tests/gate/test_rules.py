@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,3 +293,49 @@ def test_header_fields_that_no_builder_writes(
 ) -> None:
     path = WheelBuilder().write(tmp_path)
     rejects(patch(path, central(path, INIT) + offset, "<B", value), expected, policy=None)
+
+
+def test_requirements_other_than_declared(tmp_path: Path) -> None:
+    policy = replace(POLICY, requires=frozenset({"numpy>=2"}))
+    builder = WheelBuilder()
+    less = builder.write(tmp_path / "less")
+    rejects(less, "metadata: does not require numpy>=2, as declared", policy=policy)
+    builder.metadata += "Requires-Dist: numpy >= 2\n"
+    audit(as_wheel(builder.write(tmp_path / "right")), policy)
+    builder.metadata += "Requires-Dist: torch\n"
+    more = builder.write(tmp_path / "more")
+    rejects(more, "metadata: requires torch, which is not declared", policy=policy)
+
+
+IMPORTS = {
+    "import os.path, json\nfrom . import x\nfrom demo.y import z\nimport numpy.linalg\n": "",
+    "import numpy, _pytest.runner\n": "demo/a.py: imports _pytest, which is not declared",
+    "def f():\n    from yaml import load\n": "demo/a.py: imports yaml, which is not declared",
+    "print 'hello'\n": "demo/a.py: is not Python: Missing parentheses",
+    "\0": "demo/a.py: is not Python: source code",
+}
+
+
+@pytest.mark.parametrize("code", IMPORTS)
+def test_imports_other_than_declared(tmp_path: Path, code: str) -> None:
+    policy = replace(POLICY, imports=frozenset({"numpy"}))
+    path = WheelBuilder().add("demo/a.py", code.encode()).write(tmp_path)
+    audit(as_wheel(path), POLICY)
+    if IMPORTS[code]:
+        rejects(path, f"imports: {IMPORTS[code]}", policy=policy)
+    else:
+        assert "imports: numpy" in audit(as_wheel(path), policy).checks
+
+
+def test_line_endings_of_documents(tmp_path: Path) -> None:
+    path = WheelBuilder(edit_record=lambda text: text.replace("\n", "\r\n", 1)).write(tmp_path)
+    rejects(path, "dist-info: RECORD: has line endings other than \\n")
+    audit(as_wheel(path))
+
+
+def test_a_licence_that_is_missing(tmp_path: Path) -> None:
+    builder = WheelBuilder()
+    builder.metadata += "License-File: LICENSE\n"
+    rejects(builder.write(tmp_path), "metadata: License-File LICENSE is missing")
+    builder.add(f"{builder.folder}/licenses/LICENSE", b"MIT").write(tmp_path)
+    audit(as_wheel(tmp_path / builder.filename), POLICY)
