@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gate.errors import EnvironmentFailed, IndexFailing, IndexRefused, UsageFailure
-from gate.index import SIMPLE_JSON
+from gate import cli
+from gate.errors import IndexRefused
 from gate.publish import ALREADY_THERE, UPLOADED
 from tests.gate.conftest import SITE, Gate, gate_command
 from tests.gate.index_server import LOGIN, PypiServer, answer, pypi_server, stub_server
@@ -225,171 +224,13 @@ def test_what_was_verified_is_what_is_sent(
     assert server.files == attested
 
 
-# Indexes that do not work
-
-
-class Index:
-    """An index of which the answers are chosen; ``files`` is what it lists."""
-
-    def __init__(self, upload: int = 200, body: str = "") -> None:
-        self.upload, self.body = upload, body
-        self.files: dict[str, str] = {}
-        self.uploads = self.listings = 0
-
-    def __call__(self, request: BaseHTTPRequestHandler) -> None:
-        if request.command == "POST":
-            self.uploads += 1
-            answer(request, self.upload, self.body)
-            return
-        self.listings += 1
-        found = [
-            {"filename": name, "url": name, "hashes": {"sha256": digest}}
-            for name, digest in self.files.items()
-        ]
-        page = {"meta": {"api-version": "1.0"}, "name": "mini", "files": found}
-        answer(request, 200, json.dumps(page), SIMPLE_JSON)
-
-
-@pytest.fixture
-def wheel(checkout: Checkout) -> Path:
-    made = checkout.wheel()
-    checkout.attest(made)
-    return made
-
-
-def test_an_index_that_fails(checkout: Checkout, wheel: Path) -> None:
-    with stub_server(Index(500)) as url:
-        message = checkout.refusal(IndexFailing, url)
-    assert f"{url} did not accept {wheel.name}" in message
-    assert f"perhaps sent: {wheel.name}" in message
-    assert "run the same command again" in message
-
-
-def test_a_wrong_password(checkout: Checkout, server: PypiServer, wheel: Path) -> None:
+def test_a_wrong_password(checkout: Checkout, server: PypiServer, wheels: list[Path]) -> None:
     wrong = {"TWINE_USERNAME": "ada", "TWINE_PASSWORD": "wrong"}
     message = checkout.refusal(IndexRefused, server.url, environ=wrong)
     assert f"403 Forbidden from {server.url}" in message
-    assert f"refused: {wheel.name}" in message
+    assert f"refused: {wheels[0].name}" in message
     assert "check TWINE_USERNAME and TWINE_PASSWORD" in message
     assert server.files == {}
-
-
-def test_an_index_that_does_not_show_what_it_took(checkout: Checkout, wheel: Path) -> None:
-    index = Index()
-    with stub_server(index) as url:
-        message = checkout.refusal(IndexRefused, url, timeout=2)
-    assert "Within 2 s the index did not show what was sent" in message
-    assert f"uploaded: {wheel.name}" in message
-    assert index.uploads == 1
-    assert index.listings > 3
-
-
-def test_an_index_that_takes_a_while_to_show_it(checkout: Checkout, wheel: Path) -> None:
-    class Slow(Index):
-        def __call__(self, request: BaseHTTPRequestHandler) -> None:
-            # The first page, two before the upload, and two that come too early.
-            if self.uploads and self.listings == 4:
-                self.files[wheel.name] = sha256(wheel)
-            super().__call__(request)
-
-    with stub_server(Slow()) as url:
-        assert how(checkout.publish(url)) == [UPLOADED]
-
-
-def test_an_index_that_changes_what_it_took(checkout: Checkout, wheel: Path) -> None:
-    class Altering(Index):
-        def __call__(self, request: BaseHTTPRequestHandler) -> None:
-            super().__call__(request)
-            if self.uploads:
-                self.files[wheel.name] = "0" * 64
-
-    with stub_server(Altering()) as url:
-        message = checkout.refusal(IndexRefused, url)
-    assert f"the index has sha256 {'0' * 64}" in message
-
-
-def test_an_index_whose_list_lags_behind_a_refusal(checkout: Checkout, wheel: Path) -> None:
-    class Lagging(Index):
-        def __call__(self, request: BaseHTTPRequestHandler) -> None:
-            if self.uploads and self.listings == 4:
-                self.files[wheel.name] = sha256(wheel)
-            super().__call__(request)
-
-    index = Lagging(400, "File already exists")
-    with stub_server(index) as url:
-        assert how(checkout.publish(url)) == [UPLOADED]
-    assert index.uploads == 1
-
-
-@pytest.mark.parametrize("command", ["GET", "POST"])
-def test_an_index_that_hangs(command: str, checkout: Checkout, wheel: Path) -> None:
-    released, index = threading.Event(), Index()
-
-    def respond(request: BaseHTTPRequestHandler) -> None:
-        if request.command == command:
-            released.wait(60)
-        index(request)
-
-    with stub_server(respond) as url:
-        message = checkout.refusal(EnvironmentFailed, url, timeout=4)
-        released.set()
-    words = "/simple/ does not answer" if command == "GET" else "hung: killed after 4 s"
-    assert words in message
-    said = "nothing was published" if command == "GET" else f"perhaps sent: {wheel.name}"
-    assert said in message
-
-
-def test_an_index_that_cannot_be_reached(checkout: Checkout, wheel: Path) -> None:
-    message = checkout.refusal(EnvironmentFailed, "http://127.0.0.1:1/")
-    assert "http://127.0.0.1:1/simple/ does not answer" in message
-    assert "nothing was published" in message
-
-
-# Which index
-
-
-def test_the_simple_index_is_found(checkout: Checkout, wheel: Path) -> None:
-    taken = Index()
-
-    def devpi(request: BaseHTTPRequestHandler) -> None:
-        if request.command == "POST" or request.path.startswith("/user/dev/+simple/"):
-            taken(request)
-            taken.files[wheel.name] = sha256(wheel)
-        else:
-            answer(request, 404)
-
-    with stub_server(devpi) as url:
-        message = checkout.refusal(UsageFailure, url + "user/")
-        assert f"There is no package index at {url}user/simple/" in message
-        assert taken.uploads == 0
-        assert how(checkout.publish(url + "user/dev")) == [ALREADY_THERE]
-        index = url + "user/dev/+simple"
-        assert how(checkout.publish(url + "x/", index=index)) == [ALREADY_THERE]
-
-
-@pytest.mark.parametrize(
-    ("repository", "words"),
-    [
-        ("nowhere", "'nowhere' has no entry in [tool.gate.publish]"),
-        ("http://index.example.org/", "has no entry"),
-        ("http://ada:s3cret@127.0.0.1:1/", "must not hold a user name or password"),
-    ],
-)
-def test_repositories_that_make_no_sense(
-    repository: str, words: str, checkout: Checkout, wheel: Path
-) -> None:
-    assert words in checkout.refusal(UsageFailure, repository)
-
-
-def test_a_named_index_is_not_told_where_to_look(checkout: Checkout, wheel: Path) -> None:
-    table = '[tool.gate.publish.own]\nprofiles = ["cpu"]\n'
-    urls = 'url = "http://127.0.0.1:1/"\nindex = "http://127.0.0.1:1/simple/"\n'
-    with (checkout.root / "pyproject.toml").open("a") as file:
-        file.write(table + urls)
-    checkout.release()
-    checkout.attest(wheel)
-    message = checkout.refusal(UsageFailure, "own", index="http://127.0.0.1:2/simple/")
-    assert "pyproject.toml says that it is http://127.0.0.1:1/simple/" in message
 
 
 @pytest.mark.parametrize(
@@ -405,7 +246,8 @@ def test_a_named_index_is_not_told_where_to_look(checkout: Checkout, wheel: Path
         (["absent.whl", "--repository", "pypi"], "absent.whl"),
     ],
 )
-def test_usage_errors_exit_2(gate: Gate, arguments: list[str], words: str) -> None:
-    done = gate("publish", *arguments)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
+def test_usage_errors_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(["publish", *arguments]) == 2
+    assert words in capsys.readouterr().err
