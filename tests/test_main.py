@@ -4,13 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 import gefen
+from gefen import __main__ as main
 from gefen import kernels
+from gefen.errors import CudaUnavailable
+from gefen.kernels import images
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -30,10 +34,40 @@ def test_report(tmp_path: Path) -> None:
         rf"python {sys.version_info.major}\.{sys.version_info.minor}\.",
         "platform ",
         r"cpu: reference, \w.*, \d+ of \d+ threads",
-        "kernel architectures",
+        "kernel architectures: none embedded; what a GPU needs is compiled at first use",
         "cuda",
     ):
         assert re.search(wanted, done.stdout), done.stdout
+
+
+def test_report_of_embedded_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"sm_90.cubin": "", "compute_75.ptx": ""}
+    found = images.Manifest(compiler="NVRTC 12.9.86", files=files)
+    monkeypatch.setattr(images, "manifest", lambda: found)
+    assert "kernel architectures: sm_90, compute_75, by NVRTC 12.9.86" in list(main.report())
+
+
+def test_report_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two, of which one cannot run the kernels."""
+    code = images.Code("sm_90", "embedded", b"")
+
+    def driver(device: torch.device) -> SimpleNamespace:
+        if device.index == 1:
+            raise CudaUnavailable("no usable code for sm_60 is embedded")
+        return SimpleNamespace(code=code)
+
+    properties = SimpleNamespace(name="H200", major=9, minor=0, total_memory=141 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: properties)
+    monkeypatch.setattr(kernels, "active_backend", lambda device: f"backend {device}")
+    monkeypatch.setattr(main.cuda, "driver", driver)
+    lines = [line for line in main.report() if line.startswith("cuda:")]
+    assert lines == [
+        "cuda:0: backend cuda:0 (sm_90, embedded), H200, sm_90, 141 GiB",
+        "cuda:1: backend cuda:1 (the kernels cannot run: no usable code for sm_60 is embedded), "
+        "H200, sm_90, 141 GiB",
+    ]
 
 
 def test_import_is_light(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 
 import numpy
@@ -12,6 +13,8 @@ import torch
 from torch.utils import collect_env
 
 import gefen
+from gefen.errors import CudaUnavailable
+from gefen.kernels import cuda, images
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -28,7 +31,7 @@ def report() -> Iterator[str]:
         f"cpu: {gefen.kernels.active_backend('cpu')}, {capability}, "
         f"{torch.get_num_threads()} of {os.cpu_count()} threads"
     )
-    yield "kernel architectures: none in this version"
+    yield f"kernel architectures: {_embedded()}"
     if not torch.cuda.is_available():
         yield f"cuda: not available (CUDA_VISIBLE_DEVICES={os.environ.get(_VISIBLE)!r})"
         return
@@ -36,11 +39,30 @@ def report() -> Iterator[str]:
     yield f"driver {driver or 'unknown'}"
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
-        backend = gefen.kernels.active_backend(f"cuda:{number}", fused=False)
         yield (
-            f"cuda:{number}: {backend}, {properties.name}, "
+            f"cuda:{number}: {_backend(number)}, {properties.name}, "
             f"sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
         )
+
+
+def _embedded() -> str:
+    found = images.manifest()
+    if found is None:
+        return "none embedded; what a GPU needs is compiled at first use by torch's NVRTC"
+    return f"{', '.join(found.archs)}, by {found.compiler}"
+
+
+def _backend(number: int) -> str:
+    """What runs on a device, with the code that was loaded or why there is none."""
+    device = torch.device("cuda", number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason follows
+        backend = gefen.kernels.active_backend(device)
+    try:
+        code = cuda.driver(device).code
+    except CudaUnavailable as error:
+        return f"{backend} (the kernels cannot run: {error})"
+    return f"{backend} ({code.arch}, {code.origin})"
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from gefen.errors import CudaKernelError, CudaUnavailable
 from gefen.kernels import images
-from gefen.kernels.launch import BLOCK, Driver
+from gefen.kernels.launch import BLOCK
 
 _PARAMETERS = (ctypes.c_void_p, ctypes.c_longlong)
 
 
-def driver(device: torch.device) -> Driver:
+def driver(device: torch.device) -> CudaDriver:
     """What launches kernels on ``device``; the same object each time, kernels loaded.
 
     Raises:
