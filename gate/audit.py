@@ -19,29 +19,17 @@ class Audit:
     """What an accepted wheel holds.
 
     Attributes:
-        sha256: digest of the wheel file, in hexadecimal.
-        file_size: bytes of the wheel file.
-        unpacked: bytes of all its files once unpacked.
         members: how many files it holds.
-        tags: its compatibility tags, sorted.
-        requires_python: the specifier it gives, or "".
         requires_dist: the requirements it declares, in its order.
         top_levels: what it puts directly into site-packages, sorted.
         archs: GPU architectures embedded, such as ``sm_90`` and ``compute_121``, sorted.
-        entry_points: its entry points as ``group:name``, sorted.
         checks: one line for each rule passed, ``rule: what was found``.
     """
 
-    sha256: str
-    file_size: int
-    unpacked: int
     members: int
-    tags: tuple[str, ...]
-    requires_python: str
     requires_dist: tuple[str, ...]
     top_levels: tuple[str, ...]
     archs: tuple[str, ...]
-    entry_points: tuple[str, ...]
     checks: tuple[str, ...]
 
 
@@ -67,16 +55,10 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
         raise _rejected(wheel, findings)
     metadata = facts.metadata
     return Audit(
-        sha256=wheel.sha256,
-        file_size=facts.file_size,
-        unpacked=facts.unpacked,
         members=len(facts.contents),
-        tags=tuple(sorted(map(str, facts.tags))),
-        requires_python=str(metadata.requires_python or "") if metadata else "",
         requires_dist=tuple(map(str, metadata.requires_dist or ())) if metadata else (),
         top_levels=facts.top_levels,
         archs=facts.archs,
-        entry_points=tuple(sorted(facts.entry_points)),
         checks=tuple(checks),
     )
 
@@ -84,7 +66,9 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
 def _judge(facts: Facts) -> tuple[list[str], list[str]]:
     findings: list[str] = []
     checks: list[str] = []
-    for rule in RULES:
+    # Of a file that cannot be read, other rules would say that it is missing.
+    rules = [rule for rule in RULES if rule.name == "zip"] if facts.damaged else RULES
+    for rule in rules:
         found = [*facts.problems.get(rule.name, []), *rule.check(facts)]
         # The same fact can be seen twice, as by METADATA's own checks and ours.
         findings.extend(f"{rule.name}: {printable(what)}" for what in dict.fromkeys(found))

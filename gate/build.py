@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import tarfile
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from gate import kernels
 from gate.errors import BuildFailed
 from gate.repository import Repository
 from gate.runner import Outcome, Runner
+from gate.scratch import scratch
 from gate.wheels import sha256_of
 
 BUILD_TIMEOUT = 900.0
@@ -35,11 +35,11 @@ def build(repository: Repository, out: Path, runner: Runner) -> Path:
     Raises:
         BuildFailed: the build breaks, is not reproducible or has metadata an index would refuse.
     """
-    with tempfile.TemporaryDirectory(prefix="gate-build-") as scratch:
-        builder = _Builder(Path(scratch), _epoch(repository), runner)
-        first, second = Path(scratch, "first"), Path(scratch, "second")
+    with scratch("build") as folder:
+        builder = _Builder(folder, _epoch(repository), runner)
+        first, second = folder / "first", folder / "second"
         builder.sdist(repository.root, first, SURROUNDINGS[0])
-        one, two = (_unpack(next(first.iterdir()), Path(scratch, name)) for name in ("one", "two"))
+        one, two = (_unpack(next(first.iterdir()), folder / name) for name in ("one", "two"))
         builder.wheel(one, first, SURROUNDINGS[0])
         builder.wheel(two, second, SURROUNDINGS[1])
         # After its wheel: what that build left in the tree must not get into the sdist.

@@ -6,7 +6,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -30,6 +29,7 @@ from gate.publish import publish as publish_files
 from gate.report import Display, Report
 from gate.repository import ROOT, Repository, tag_version
 from gate.runner import Runner
+from gate.scratch import scratch
 from gate.targets import choose, torch_requirement
 from gate.wheels import locate
 
@@ -415,10 +415,10 @@ def kernels(verbose: bool) -> None:
     display = Display()
     runner = Runner(verbose=verbose, on_tick=display.tick)
     with (
-        tempfile.TemporaryDirectory(prefix="gate-kernels-") as scratch,
+        scratch("kernels") as folder,
         display.phase(Report(wheel=""), "kernels"),
     ):
-        found = compiling.compile_sources(ROOT, runner, Path(scratch))
+        found = compiling.compile_sources(ROOT, runner, folder)
     for line in compiling.table(found):
         click.echo(line)
     compiling.demand_no_spills(found)

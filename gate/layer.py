@@ -333,6 +333,10 @@ def _write_manifest(layer: Path) -> None:
     part.replace(manifest)
 
 
+def _manifest_time(manifest: Path) -> int:
+    return manifest.stat().st_ctime_ns
+
+
 def _damage(layer: Path) -> str:
     """Return what is wrong with a cached layer, or ""; only files touched since are re-read.
 
@@ -342,7 +346,7 @@ def _damage(layer: Path) -> str:
     manifest = _manifest(layer)
     try:
         entries = json.loads(manifest.read_text())
-        noted = manifest.stat().st_ctime_ns
+        noted = _manifest_time(manifest)
     except (OSError, ValueError):
         return "it was never finished"
     present = dict(_files(layer))

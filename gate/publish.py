@@ -7,7 +7,6 @@ holds is compared by digest, so that an upload that broke off is finished by run
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,6 +29,7 @@ from gate.policy import Policy, PublishPolicy
 from gate.report import Display, Phase, Report
 from gate.repository import ROOT, Repository
 from gate.runner import Runner
+from gate.scratch import scratch
 from gate.upload import Access, Failed, Twine
 from gate.wheels import sha256_of
 
@@ -84,8 +84,8 @@ def publish(options: Options, display: Display) -> list[Published]:
         IndexRefused: the index holds other bytes (nothing was sent), or does not take ours.
         EnvironmentFailed: the index does not answer, or there is nothing to log in with.
     """
-    with tempfile.TemporaryDirectory(prefix="gate-publish-") as scratch:
-        return _Publication(options, display, Path(scratch)).run()
+    with scratch("publish") as folder:
+        return _Publication(options, display, folder).run()
 
 
 class _Publication:

@@ -74,6 +74,7 @@ class Facts:
     imports: dict[str, frozenset[str]] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
 
     def problem(self, rule: str, *what: str) -> None:
         """Note findings of a rule."""
@@ -152,6 +153,7 @@ def scan(wheel: Wheel, archive: Archive, policy: AuditPolicy | None, source: Pat
                 facts.contents[member.name] = _content(facts, archive, member)
             except BadArchive as error:
                 facts.problem("zip", str(error))
+                facts.damaged.add(member.name)
     return facts
 
 

@@ -7,7 +7,6 @@ form that ssh-keygen(1) describes.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from gate.errors import EnvironmentFailed, UsageFailure
 from gate.repository import ROOT
 from gate.runner import Outcome, Runner
+from gate.scratch import scratch
 from gate.statement import BadStatement
 
 SUFFIX = ".sig"
@@ -89,10 +89,10 @@ def signers(message: bytes, signature: bytes, allowed: Path, runner: Runner) -> 
 
 @contextmanager
 def _scratch(**contents: bytes) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gate-signature-") as scratch:
+    with scratch("signature") as folder:
         for name, data in contents.items():
-            (Path(scratch) / name).write_bytes(data)
-        yield Path(scratch)
+            (folder / name).write_bytes(data)
+        yield folder
 
 
 def _verify(runner: Runner, folder: Path, *arguments: str | Path) -> Outcome:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from gate import layer
-from gate.errors import EnvironmentFailed
+from gate.errors import EnvironmentFailed, Interrupted
 from gate.layer import Layers, Recipe
 from gate.runner import Runner
 from tests.gate.conftest import mini_wheel
@@ -30,10 +33,20 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(tmp_path: Path, recipe: Recipe = RECIPE, *, fresh: bool = False) -> Path:
-    workdir = tmp_path / "work"
-    workdir.mkdir(exist_ok=True)
+    workdir = make_folder(tmp_path)
     with Layers(fresh=fresh).provide(recipe, runner=Runner(), workdir=workdir) as site:
         return site
+
+
+def make_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def lock_of(site: Path) -> Path:
+    layer = next(parent for parent in site.parents if parent.parent.name == "cache")
+    return layer.with_suffix(".lock")
 
 
 def code(site: Path) -> Path:
@@ -146,3 +159,135 @@ def test_a_cache_that_cannot_be_written_is_replaced(
     monkeypatch.setattr(layer.tempfile, "tempdir", str(tmp_path))
     assert make(tmp_path).is_relative_to(tmp_path / f"gefen-gate-{os.getuid()}")
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+def test_a_cold_cache_is_filled_once_by_two_gates(index: Path, tmp_path: Path) -> None:
+    """Both look at once; the one that waits takes over what the other made."""
+    made, start = [], Barrier(2)
+    runners = [Runner(say=made.append), Runner(say=made.append)]
+
+    def gate(number: int) -> int:
+        workdir = tmp_path / f"work{number}"
+        workdir.mkdir()
+        start.wait(60)
+        with Layers().provide(RECIPE, runner=runners[number], workdir=workdir) as site:
+            return code(site).stat().st_ino
+
+    with ThreadPoolExecutor() as pool:
+        assert len(set(pool.map(gate, range(2)))) == 1
+    assert len([line for line in made if "installing" in line]) == 1
+
+
+def test_a_layer_in_use_is_not_rebuilt_under_its_user(index: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    with Layers().provide(RECIPE, runner=Runner(), workdir=make_folder(tmp_path)) as site:
+        used = code(site).stat().st_ino
+
+        def refuse() -> None:
+            if any("waiting" in line for line in said):
+                raise Interrupted("waited long enough")
+
+        other = Runner(on_tick=refuse, say=said.append)
+        with (
+            pytest.raises(Interrupted, match="long enough"),
+            Layers(fresh=True).provide(RECIPE, runner=other, workdir=tmp_path),
+        ):
+            pass
+        assert code(site).stat().st_ino == used
+    assert code(make(tmp_path, fresh=True)).stat().st_ino != used
+
+
+def test_a_fresh_layer_is_made_once_a_run(index: Path, tmp_path: Path) -> None:
+    layers = Layers(fresh=True)
+    found = []
+    for _ in range(2):
+        with layers.provide(RECIPE, runner=Runner(), workdir=make_folder(tmp_path)) as site:
+            found.append(code(site).stat().st_ino)
+    assert found[0] == found[1]
+
+
+def test_the_layers_used_last_are_kept(index: Path, tmp_path: Path) -> None:
+    recipes = [
+        Recipe(python=RECIPE.python, requirements=("mini",), constraints=(f"mini<{number}",))
+        for number in range(2, 3 + layer.KEPT_LAYERS)
+    ]
+    sites = [make(tmp_path, recipe) for recipe in recipes[:-1]]
+    for age, site in enumerate([*sites[1:], sites[0]]):  # the first was used last
+        os.utime(lock_of(site), (age, age))
+    with Layers().provide(recipes[1], runner=Runner(), workdir=make_folder(tmp_path)):
+        os.utime(lock_of(sites[1]), (0, 0))  # used longest ago, but in use
+        unfinished = tmp_path / "cache" / "unfinished"
+        unfinished.mkdir()
+        unfinished.with_suffix(".lock").write_text("")
+        newest = make(tmp_path, recipes[-1])
+        kept = [site for site in [*sites, newest] if site.exists()]
+    assert kept == [sites[0], sites[1], *sites[3:], newest]
+    assert not unfinished.exists()
+
+
+def test_a_failed_installation_leaves_nothing(index: Path, tmp_path: Path) -> None:
+    recipe = Recipe(python=RECIPE.python, requirements=("mini==9",), constraints=())
+    with pytest.raises(EnvironmentFailed):
+        make(tmp_path, recipe)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_good_layer_in_a_cache_that_cannot_be_written_is_used(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = make(tmp_path)
+    monkeypatch.setattr(layer, "_unwritable", lambda folder: f"{folder} is read-only")
+    monkeypatch.setattr(layer.tempfile, "tempdir", str(tmp_path))
+    assert make(tmp_path) == site
+    edit_in_place(code(site))
+    assert make(tmp_path) != site
+
+
+def test_a_clock_set_back_hides_no_change(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the clock was set back, a later write can get the very times that were noted."""
+    site = make(tmp_path)
+    noted, cache = layer._stamp, tmp_path / "cache"
+    manifest = next(cache.glob("*.json"))
+    entries = json.loads(manifest.read_text())
+    name = str(code(site).relative_to(next(cache.glob("*.lock")).with_suffix("")))
+    stamp = entries[name][1:]
+    stamp[2] = manifest.stat().st_ctime_ns  # what was written when the manifest was, or later
+    entries[name][1:] = stamp
+    manifest.write_text(json.dumps(entries))
+    edit_in_place(code(site))
+    monkeypatch.setattr(
+        layer, "_stamp", lambda path: tuple(stamp) if path == code(site) else noted(path)
+    )
+    monkeypatch.setattr(layer, "_manifest_time", lambda _manifest: stamp[2])
+    assert code(make(tmp_path)).read_text() == "answer = 42\n"
+
+
+def test_without_a_home_the_cache_is_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("GATE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(layer.Path, "home", no_home)
+    monkeypatch.setattr(layer.tempfile, "tempdir", str(tmp_path))
+    assert layer.cache_directory() == tmp_path / f"gefen-gate-{os.getuid()}"
+
+
+def test_a_substitute_that_is_a_link_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"gefen-gate-{os.getuid()}").symlink_to(tmp_path)
+    monkeypatch.setenv("GATE_CACHE", "/proc/nowhere")
+    with pytest.raises(EnvironmentFailed, match="somebody else"):
+        make(tmp_path)
+
+
+def test_a_cache_with_a_colon_in_its_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATE_CACHE", "/a:b")
+    with pytest.raises(EnvironmentFailed, match="set GATE_CACHE to another directory"):
+        layer.cache_directory()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ HEAD = "import os, sys, pytest, mini\n"
 
 
 def judge(
-    subject: Subject, suite: Path, run: Run = SINGLE, timeout: float = 60.0
+    subject: Subject, suite: Path, run: Run = SINGLE, timeout: float = 240.0
 ) -> tuple[list[str], list[Failure]]:
     records = subject.environment.root / "records"
     copy = prepare(subject, suite)
@@ -37,6 +39,20 @@ def judge(
         profile=PROFILES["cpu"],
         timeout=timeout,
     )
+
+
+NOTE = "open(f\"{os.environ['GATE_RECORDS']}/hangs-{os.environ.get('RANK')}\", 'w').close()"
+
+
+@dataclass
+class Clock:
+    """A clock that leaps once ``count`` processes have noted that they hang."""
+
+    records: Path
+    count: int
+
+    def monotonic(self) -> float:
+        return time.monotonic() + 1e6 * (len(list(self.records.rglob("hangs-*"))) == self.count)
 
 
 def test_a_green_suite_passes(subject: Subject, make_suite: MakeSuite) -> None:
@@ -128,9 +144,12 @@ def test_surrounding_configuration_is_not_read(
     assert judge(subject, make_suite())[1] == []
 
 
-def test_a_hang_is_ended_and_shows_its_stack(subject: Subject, make_suite: MakeSuite) -> None:
-    code = HEAD + "import threading\ndef test_hang():\n    threading.Event().wait()\n"
-    _, failures = judge(subject, make_suite(single__test_it=code), timeout=8)
+def test_a_hang_is_ended_and_shows_its_stack(
+    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "time", Clock(subject.environment.root / "records", 1))
+    code = f"import threading\ndef test_hang():\n    {NOTE}\n    threading.Event().wait()\n"
+    _, failures = judge(subject, make_suite(single__test_it=HEAD + code), timeout=600)
     hung = next(failure for failure in failures if "hung" in failure.reason)
     assert "test_it.py" in hung.detail
     assert "in wait" in hung.detail
@@ -161,14 +180,17 @@ def test_a_rank_that_leaves_early_with_success_is_a_failure(
     assert "ranks-2 on rank 1: ended early: it left no completion record" in lines
 
 
-def test_hanging_ranks_show_the_stack_of_each(subject: Subject, make_suite: MakeSuite) -> None:
+def test_hanging_ranks_show_the_stack_of_each(
+    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "time", Clock(subject.environment.root / "records", 2))
     code = (
         HEAD
         + "import threading\n"
-        + "def wait_for_peer(): threading.Event().wait()\n"
+        + f"def wait_for_peer():\n    {NOTE}\n    threading.Event().wait()\n"
         + "def test_it(): wait_for_peer()\n"
     )
-    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS, timeout=15)
+    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS, timeout=600)
     detail = next(failure.detail for failure in failures if "hung" in failure.reason)
     assert detail.count("in wait_for_peer") == 2
     assert "stacks of rank 1" in detail
@@ -363,7 +385,7 @@ def test_a_start_sees_only_the_gpus_it_was_given(subject: Subject, make_suite: M
         folder=subject.environment.root / "records",
         runner=Runner(),
         profile=PROFILES["cpu"],
-        timeout=60,
+        timeout=240,
         gpus=("3", "GPU-1"),
     )
     assert failures == []

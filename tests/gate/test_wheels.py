@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -211,11 +212,11 @@ def test_the_argument_of_another_command_is_named(base: Path) -> None:
 def test_a_file_that_may_not_be_read() -> None:
     """As root, permissions do not bind, so a child gives them up first."""
     code = """
-import os, sys, tempfile
+import os, sys
 from pathlib import Path
 from gate.errors import UsageFailure
 from gate.wheels import resolve
-base = Path(tempfile.mkdtemp())
+base = Path(sys.argv[1])
 path = base / "demo-1.0-py3-none-any.whl"
 path.write_bytes(b"x")
 path.chmod(0)
@@ -236,9 +237,15 @@ for value in (path.name, "hidden/a.whl", "hidden"):
         print("Permission denied" in str(error))
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
+    # pytest's own temporary folders are closed to whoever gave up root.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert done.stdout.split() == ["True", "True", "True"], done.stdout
 
 
