@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gefen.codebook import BINS, Quantizer, accumulate_histogram, solve
+from gefen import kernels
+from gefen.codebook import BINS, Quantizer, solve
 
 CHUNK = 1 << 20
 
@@ -23,20 +24,19 @@ def learn_from(total: Tensor) -> Tensor | None:
     return None if total.sum() == total[ZERO_BIN] else solve(total)
 
 
-def histogram(gradients: Iterable[tuple[Tensor, int]]) -> Tensor:
+def histogram(gradients: Iterable[tuple[Tensor, int]], fused: bool = False) -> Tensor:
     """Counts, int64 [4096] on the CPU, of gradients and their periods, to learn a codebook from.
 
     Blocks that hold a non-finite element are left out, so they cannot spoil it for the others.
     """
-    counts: dict[torch.device, Tensor] = {}
+    parts: dict[torch.device, list[tuple[Tensor, int]]] = {}
     for grad, period in gradients:
-        count = counts.setdefault(
-            grad.device, torch.zeros(BINS, dtype=torch.int64, device=grad.device)
-        )
-        accumulate_histogram(grad, period, count)
+        parts.setdefault(grad.device, []).append((grad, period))
     total = torch.zeros(BINS, dtype=torch.int64, device="cpu")
-    for count in counts.values():
-        total += count.cpu()
+    for device, part in parts.items():
+        counts = torch.zeros(BINS, dtype=torch.int64, device=device)
+        kernels.histogram(part, counts, fused)
+        total += counts.cpu()
     return total
 
 

@@ -1,7 +1,8 @@
 """The updates of a step, and the one place that decides which implementation runs them.
 
-An implementation is a module with the operations of :mod:`gefen.kernels.reference`; each takes
-a list of tasks (:mod:`gefen.kernels.tasks`) that lie on one device.
+An implementation has the operations of :mod:`gefen.kernels.reference`; each takes a list of tasks
+(:mod:`gefen.kernels.tasks`) that lie on one device. On CUDA devices that can run them, these are
+the kernels (:mod:`gefen.kernels.launch`).
 """
 
 from __future__ import annotations
@@ -9,22 +10,34 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from types import ModuleType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from gefen.errors import CudaUnavailable
 from gefen.kernels import reference
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
 
-__all__ = ["active_backend", "block_step", "factored_step", "momentum_update"]
+__all__ = ["active_backend", "block_step", "factored_step", "histogram", "momentum_update"]
 
 Task = TypeVar("Task", DenseMomentum, BlockStep, FactoredStep)
 
 
+class Backend(Protocol):
+    """What runs the updates on one device."""
+
+    name: str
+
+    def momentum_update(self, tasks: Sequence[DenseMomentum]) -> None: ...
+    def block_step(self, tasks: Sequence[BlockStep]) -> None: ...
+    def factored_step(self, tasks: Sequence[FactoredStep]) -> None: ...
+    def histogram(self, gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None: ...
+
+
 def active_backend(device: torch.device | str, fused: bool = True) -> str:
     """Name of what runs on ``device`` for an optimizer made with ``fused``."""
-    return _backend(torch.device(device), fused).__name__.rpartition(".")[2]
+    return _backend(torch.device(device), fused).name
 
 
 def momentum_update(tasks: Sequence[DenseMomentum], fused: bool) -> None:
@@ -45,6 +58,11 @@ def factored_step(tasks: Sequence[FactoredStep], fused: bool) -> None:
         _backend(device, fused).factored_step(part)
 
 
+def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bool) -> None:
+    """Add gradients in blocks of their periods to ``counts``, int64 [4096], all on one device."""
+    _backend(counts.device, fused).histogram(gradients, counts)
+
+
 def _by_device(tasks: Sequence[Task]) -> dict[torch.device, list[Task]]:
     parts: dict[torch.device, list[Task]] = {}
     for task in tasks:
@@ -52,16 +70,24 @@ def _by_device(tasks: Sequence[Task]) -> dict[torch.device, list[Task]]:
     return parts
 
 
-def _backend(device: torch.device, fused: bool) -> ModuleType:
-    if fused and device.type == "cuda":
-        _warn_no_kernels()
-    return reference
+def _backend(device: torch.device, fused: bool) -> Backend:
+    if not fused or device.type != "cuda":
+        return reference
+    from gefen.kernels import cuda, launch
+
+    try:
+        driver = cuda.driver(device)
+    except CudaUnavailable as error:
+        _warn_no_kernels(str(error))
+        return reference
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return launch.Kernels(driver, device, processors)
 
 
 @functools.cache
-def _warn_no_kernels() -> None:
+def _warn_no_kernels(reason: str) -> None:
     warnings.warn(
-        "gefen has no CUDA kernels in this version: the reference runs on CUDA tensors, "
-        "correct but slower. Pass fused=False to choose it silently.",
+        f"gefen's CUDA kernels cannot run ({reason}): the reference runs on CUDA tensors, correct "
+        "but slower. Pass fused=False to choose it silently.",
         stacklevel=2,
     )

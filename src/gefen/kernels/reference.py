@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gefen.codebook import counter_uniform
+from gefen.codebook import accumulate_histogram, counter_uniform
 from gefen.flat import edited, load, rectangles
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
 
 CHUNK = 1 << 18
 """Elements that are worked on at a time."""
+
+name = "reference"
 
 SMALLEST_SHARE = 1e-3
 """Lower bound of the share that a cautious update is divided by (arXiv 2411.16085)."""
@@ -82,6 +84,15 @@ def factored_step(tasks: Sequence[FactoredStep]) -> None:
             with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
                 _decay(param, adam.lr * adam.weight_decay, task.param.dtype)
                 param.addcdiv_(step, below.add_(adam.eps), value=-adam.lr / adam.correction1)
+
+
+def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
+    """Add gradients in blocks of their periods to ``counts``, int64 [4096].
+
+    See :func:`gefen.codebook.accumulate_histogram`.
+    """
+    for grad, period in gradients:
+        accumulate_histogram(grad, period, counts)
 
 
 def matrix_step(

@@ -11,3 +11,37 @@
 #ifndef WARP
 #define WARP 32
 #endif
+
+#define EVERY_LANE (0xffffffffu >> (32 - WARP))
+
+#ifndef EMULATED
+#define SHARED(type, name) __shared__ type name
+
+__device__ inline float half_to_float(unsigned bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+    return value;
+}
+
+__device__ inline unsigned float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+__device__ inline float bfloat_to_float(unsigned bits) { return __uint_as_float(bits << 16); }
+
+__device__ inline unsigned float_to_bfloat(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;  // NaN
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// The magnitude's bits: they order as the magnitudes do, with NaN above infinity.
+__device__ inline unsigned magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// start + weight * (end - start), as torch.lerp computes it.
+__device__ inline float mixed(float start, float end, float weight) {
+    return weight < 0.5f ? fmaf(weight, end - start, start) : fmaf(weight - 1.0f, end - start, end);
+}

@@ -1,0 +1,32 @@
+// Steps parameters whose second moment is shared by blocks.
+
+#include "blocks.cuh"
+
+struct Block : Quantised<Block> {
+    static constexpr bool READS = true;
+
+    __device__ static Outcome settle(const Task& task, const Moments& old, const Peak& peak,
+                                     Moments& fresh) {
+        fresh = {__uint_as_float(peak.top), fmaf(peak.total, task.share, old.v * task.beta2)};
+        const float below = sqrtf(fresh.v) / task.root2 + task.eps;
+        return {old.magnitude, fresh.magnitude, fresh.magnitude * task.rate / below};
+    }
+
+    template <class Outcomes>
+    __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
+                                 const Packed&, const Packed& packed, const Outcomes& outcomes) {
+        float param[WIDTH];
+        packed.unpack(task.param.kind, param);
+        decay(task, param);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            param[j] = fmaf(-entry[j], outcomes.at(j).step, param[j]);
+        }
+        store(task.param, place, param);
+    }
+};
+
+extern "C" __launch_bounds__(THREADS, 3) __global__ void block_step(const void* table,
+                                                                 long long items) {
+    Block::run(table, items);
+}

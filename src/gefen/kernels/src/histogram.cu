@@ -1,0 +1,50 @@
+// Counts normalised gradients in bins, to learn a codebook from.
+
+#include "blocks.cuh"
+
+#define BINS 4096
+
+struct Histogram {
+    static constexpr bool STAGES = false;
+    struct Memory {
+        unsigned bins[BINS];
+    };
+
+    __device__ static bool quantised(const Task&) { return false; }
+
+    __device__ static Outcome settle(const Task&, const Moments&, const Peak& peak,
+                                     Moments& fresh) {
+        fresh = {0.0f, 0.0f};
+        return {0.0f, __uint_as_float(peak.top), 0.0f};
+    }
+
+    template <class Outcomes>
+    __device__ static void apply(Shared<Histogram>& shared, const Place& place,
+                                 float (&value)[WIDTH], const Packed&, const Outcomes& outcomes) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            if (!place.holds(j)) continue;
+            const float top = outcomes.at(j).top;
+            if (magnitude_bits(top) >= 0x7f800000u) continue;  // its block has an infinity or NaN
+            const float x = (value[j] / (top == 0.0f ? 1.0f : top) + 1.0f) * (BINS / 2);
+            const int bin = (int)x;
+            atomicAdd(&shared.memory.bins[bin < BINS - 1 ? bin : BINS - 1], 1u);
+        }
+    }
+};
+
+// Added to: the header's counts.
+extern "C" __launch_bounds__(THREADS) __global__ void histogram(const void* table,
+                                                                long long items) {
+    SHARED(Shared<Histogram>, shared);
+    const Table<Task> tasks(table);
+    for (int i = threadIdx.x; i < BINS; i += THREADS) shared.memory.bins[i] = 0;
+    for_items(shared, tasks, items,
+              [&](long long item) { Walk<Histogram>(shared).run(item); });
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) {
+        if (shared.memory.bins[i]) {
+            atomicAdd(tasks.header->counts + i, (unsigned long long)shared.memory.bins[i]);
+        }
+    }
+}

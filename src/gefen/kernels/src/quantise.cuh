@@ -1,0 +1,73 @@
+// Quantisation against the codebook: nearest entry, or one of two neighbours at random.
+#pragma once
+
+#include "vector.cuh"
+
+#define ENTRIES 256
+#define SECTORS 2048  // equal parts of [-1, 1]
+
+// What launch.py lays out in this order; loaded into shared memory.
+struct Codebook {
+    float entry[ENTRIES];
+    float threshold[ENTRIES];  // the index of x is the number of those below x
+    unsigned short bounds[SECTORS];  // lowest and, shifted by 8, highest index in each cell
+    unsigned char following[ENTRIES];  // index of the next larger entry
+
+    // All threads call it together, and synchronise afterwards.
+    __device__ void load(const unsigned* from) {
+        unsigned* to = reinterpret_cast<unsigned*>(this);
+        for (unsigned i = threadIdx.x; i < sizeof(Codebook) / 4; i += THREADS) to[i] = from[i];
+    }
+
+    __device__ unsigned nearest(float x) const {
+        // fmaxf drops NaN, which becomes some legal index.
+        const float at = fminf(fmaxf(x * (SECTORS / 2) + SECTORS / 2, 0.0f), SECTORS - 1);
+        const unsigned bound = bounds[(int)at];
+        unsigned low = bound & 255u, high = bound >> 8;
+#pragma unroll 1
+        while (low < high) {
+            const unsigned middle = (low + high) / 2;
+            if (x > threshold[middle]) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        return low;
+    }
+
+    // The neighbour of x that `draw`, uniform in [0, 1), picks by distance; x is nearest to
+    // entry `lower`.
+    __device__ unsigned drawn(float x, unsigned lower, float draw) const {
+        if (x < entry[lower] && lower > 0) --lower;
+        const unsigned upper = following[lower];
+        const float chance = (x - entry[lower]) / (entry[upper] - entry[lower]);
+        return draw < chance ? upper : lower;  // never for a chance that is NaN
+    }
+};
+
+// Four words for elements 4 * block to 4 * block + 3: Philox-4x32-10, Salmon et al. 2011.
+__device__ inline void philox(unsigned long long block, unsigned long long parameter,
+                              unsigned long long step, unsigned (&out)[4]) {
+    unsigned c0 = (unsigned)block, c1 = (unsigned)(block >> 32);
+    unsigned c2 = (unsigned)parameter, c3 = (unsigned)(parameter >> 32);
+    unsigned k0 = (unsigned)step, k1 = (unsigned)(step >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const unsigned long long p0 = (unsigned long long)c0 * 0xD2511F53u;
+        const unsigned long long p1 = (unsigned long long)c2 * 0xCD9E8D57u;
+        c0 = (unsigned)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (unsigned)p1;
+        c2 = (unsigned)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (unsigned)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+// A number in [0, 1) from one of them, as gefen.codebook.counter_uniform makes it.
+__device__ inline float uniform(unsigned word) { return (float)(word >> 8) * 0x1p-24f; }
