@@ -29,6 +29,7 @@ TOOLS = (
     "torch.isfinite",
     "torch.isnan",
 )
+_CODE = " (its code)"
 _REPLACED_TOOLS = tuple(f"replaced {tool}" for tool in TOOLS)
 _KINDS = (
     types.FunctionType,
@@ -70,7 +71,7 @@ def _hold(held, where, value):
     if kind in _KINDS or issubclass(kind, type):
         held[where] = value
     if kind is types.FunctionType:
-        held[f"{where} (its code)"] = value.__code__
+        held[where + _CODE] = value.__code__
 
 
 def settings(plugins):
@@ -131,8 +132,8 @@ class Watch:
     def effects(self):
         """Return what has changed, one phrase each."""
         return [
-            *self._replaced(),
             *self._changed(settings(self._plugins())),
+            *self._replaced(),
             *(f"started the thread {name}" for name in sorted(threads() - self._threads)),
         ]
 
@@ -142,8 +143,10 @@ class Watch:
 
     def _replaced(self):
         now = functions(self._package)
-        held = sorted(self._functions.items())
-        return [f"replaced {where}" for where, value in held if now.get(where) is not value]
+        gone = [where for where, value in self._functions.items() if now.get(where) is not value]
+        # A function that is another one has other code as well.
+        code = {f"{where}{_CODE}" for where in gone}
+        return [f"replaced {where}" for where in sorted(gone) if where not in code]
 
     def _changed(self, now):
         names = sorted(self._settings.keys() | now.keys())

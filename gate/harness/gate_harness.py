@@ -34,7 +34,7 @@ ONLY_COLLECT = "GATE_ONLY_COLLECT" in os.environ
 # What runs here must not read these, unless they lie in a folder of GATE_PATH.
 FORBIDDEN = [Path(path).resolve() for path in json.loads(os.environ["GATE_FORBIDDEN"])]
 FILE_LIMIT = 128 * 2**20
-EXIT_SECONDS = 20
+EXIT_SECONDS = 45
 
 opened = set()
 failed = set()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 from gate import runner as module
 from gate.errors import EnvironmentFailed, Interrupted
+from gate.harness.supervise import CREATE_RULESET
 from gate.runner import Outcome, Runner, checked, in_background
 from tests.gate.conftest import ROOT
 
@@ -164,3 +166,15 @@ def test_checked_shows_the_tail_and_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="no space left") as caught:
         checked(outcome, "Could not install torch", next_step="free some space")
     assert "next:  free some space" in str(caught.value)
+
+
+def test_a_confined_command_changes_files_in_its_folder_only(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    (other / "old").write_text("old")
+    script = "echo a > own/a; mv own/a own/b; : > /dev/null; rm other/old; echo c > other/c"
+    run(tmp_path, "sh", "-c", script, writable=own)
+    assert sorted(path.name for path in own.iterdir()) == ["b"]
+    has_landlock = ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) > 0
+    assert [path.name for path in other.iterdir()] == (["old"] if has_landlock else ["c"])

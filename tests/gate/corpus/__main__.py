@@ -57,7 +57,8 @@ def report(result: Result) -> None:
     for problem in result.problems:
         print(f"    {problem}")
     if result.problems:
-        print("\n".join(f"    | {line}" for line in result.log.read_text().splitlines()[-25:]))
+        lines = result.log.read_text(errors="replace").splitlines()[-30:]
+        print("\n".join(f"    | {line[:200]}" for line in lines))
 
 
 def main() -> int:
