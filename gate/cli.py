@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -78,7 +78,13 @@ def base_directory() -> Path:
         ) from None
 
 
-class PathOption(click.ParamType[Path]):
+if TYPE_CHECKING:
+    _PathType = click.ParamType[Path]
+else:  # older versions of click give it no parameter
+    _PathType = click.ParamType
+
+
+class PathOption(_PathType):
     """A path: ``~`` is expanded, and relative ones count from where the user typed."""
 
     name = "path"
