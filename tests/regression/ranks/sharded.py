@@ -43,11 +43,11 @@ def give_gradients(params: dict[str, nn.Parameter], seed: int, device: torch.dev
 
 def contents(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> list[Any]:
     """Copies of every parameter, gradient and value of state on this rank."""
-    tensors = [t for p in params.values() for t in (p.detach(), p.grad) if t is not None]
-    held: list[Any] = [tensor.to_local().clone() for tensor in tensors]
+    held: list[Any] = [t for p in params.values() for t in (p.detach(), p.grad) if t is not None]
     for entry in optimizer.state.values():
-        held += [v.clone() if isinstance(v, torch.Tensor) else v for v in entry.values()]
-    return held
+        held += entry.values()
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in held]
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in local]
 
 
 def same(first: list[Any], second: list[Any]) -> bool:
