@@ -19,9 +19,12 @@ from urllib.parse import urlsplit
 from gate.archive import printable
 from gate.errors import EnvironmentFailed
 from gate.index import is_local
-from gate.runner import Outcome, Runner
+from gate.runner import TAIL_LINES, Outcome, Runner
 
 CHECK_TIMEOUT = 120.0
+# Twine pads its lines to the width of the terminal that it believes in.
+COLUMNS = 1000
+OUTPUT_BYTES = 200 * COLUMNS
 TOKEN_USER = "__token__"
 PYPI_HOSTS = ("upload.pypi.org", "test.pypi.org")
 CERTIFICATES = ("TWINE_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
@@ -131,7 +134,7 @@ class Twine:
         """Check metadata as an index does, warnings included; return what is wrong, or ""."""
         command = ["check", "--strict", *map(str, files)]
         outcome = self._run("check", command, {}, CHECK_TIMEOUT)
-        return "" if outcome.ok else outcome.tail()
+        return "" if outcome.ok else _plain(outcome.output()[-OUTPUT_BYTES:])
 
     def upload(self, file: Path, url: str, timeout: float) -> Failed | None:
         """Upload one file in at most ``timeout`` seconds; return what went wrong, or None."""
@@ -144,7 +147,7 @@ class Twine:
         outcome = self._run("upload", ["upload", *options, *place], variables, timeout)
         if outcome.ok:
             return None
-        said = self.access.redact(_plain(outcome.tail()))
+        said = self.access.redact(_plain(outcome.output()[-OUTPUT_BYTES:]))
         return Failed(status=_status(said), said=f"{outcome.describe()}\n{said}".rstrip())
 
     def _login(self, url: str) -> dict[str, str]:
@@ -167,7 +170,7 @@ class Twine:
                 "PATH": os.defpath,
                 "HOME": str(home),
                 "LANG": "C.UTF-8",
-                "COLUMNS": "1000",
+                "COLUMNS": str(COLUMNS),
                 "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
                 **variables,
             },
@@ -182,7 +185,7 @@ def _plain(text: str) -> str:
     text = html.unescape(re.sub(r"(?s)<style.*?</style>|<[^<>]*>", "", text))
     lines = [printable(line.strip()) for line in text.splitlines()]
     kept = [re.sub("^INFO +", "", line) for line in lines if line and not _CHATTER.match(line)]
-    return "\n".join(f"  {line}" for line in kept)
+    return "\n".join(f"  {line}" for line in kept[-TAIL_LINES:])
 
 
 def _status(said: str) -> int | None:
