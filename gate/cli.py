@@ -45,6 +45,7 @@ EPILOG = "\n\n".join(
         f"                     {KEPT_LAYERS} used last are kept\n"
         "  TMPDIR             where environments are made, and removed again (default /tmp)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
+        "  GITHUB_STEP_SUMMARY  file that `run` appends its report to, in Markdown\n"
         "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
         "  TWINE_USERNAME, TWINE_PASSWORD\n"
         "                     what `publish` logs in with; an API token needs no user name. In\n"
@@ -267,6 +268,7 @@ def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
         tag=tag,
         tag_check=not no_tag_check,
         base=base_directory(),
+        summary=Path(summary) if (summary := os.environ.get("GITHUB_STEP_SUMMARY")) else None,
         **given,
     )
     pipeline.run(options, Display())

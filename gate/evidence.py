@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mimetypes
@@ -130,8 +131,8 @@ def write_statement(
     signed = sign(text.encode()) if sign else None
     revoke(directory, wheel=wheel, profile=profile, environment=environment)
     if signed:
-        _write(_signature_path(path), signed)
-    _write(path, text.encode())
+        write_file(_signature_path(path), signed)
+    write_file(path, text.encode())
     return path
 
 
@@ -175,7 +176,15 @@ def revoke(directory: Path, *, wheel: Wheel, profile: str, environment: Mapping[
             raise EnvironmentFailed(f"cannot remove {path}: {error.strerror}") from error
 
 
-def _write(path: Path, data: bytes) -> None:
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other gates, which may run on the same wheel, from writing meanwhile."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_file(path: Path, data: bytes) -> None:
     """Write a file so that it is there completely or not at all, even if the power fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +325,7 @@ def sign_statements(
     verified = _verify(wheels, evidence, demands)
     statements = [statement for wheel in verified for statement in wheel.statements]
     for statement in statements:
-        _write(_signature_path(statement.path), sign(statement.data))
+        write_file(_signature_path(statement.path), sign(statement.data))
     return [statement.path for statement in statements]
 
 

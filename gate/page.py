@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from gate.evidence import locked, write_file
+
 SHOWN_LINES = 200
 """Of each log; the last ones tell the reason."""
 
@@ -79,23 +81,34 @@ class Run:
     @property
     def cell(self) -> Cell:
         """What the table shows."""
-        seconds = sum(float(phase["seconds"]) for phase in self.record["phases"])
+        _, seconds = self._span
         passed = len(self.record.get("passed_tests", ()))
         return Cell(self.anchor, str(self.record["result"]), passed, seconds)
 
     @property
     def bars(self) -> list[Bar]:
-        """The phases in order, one after the other."""
-        total = self.cell.seconds or 1.0
-        bars, start = [], 0.0
-        for phase in self.record["phases"]:
-            seconds = float(phase["seconds"])
-            share = 100 * seconds / total
-            bars.append(
-                Bar(phase["name"], phase["status"], seconds, phase["detail"], start, share)
+        """The phases in order; some may run at once."""
+        origin, total = self._span
+        per_cent = 100 / (total or 1.0)
+        return [
+            Bar(
+                name=phase["name"],
+                status=phase["status"],
+                seconds=phase["seconds"],
+                detail=phase["detail"],
+                start=(phase["began"] - origin) * per_cent,
+                width=phase["seconds"] * per_cent,
             )
-            start += share
-        return bars
+            for phase in self.record["phases"]
+        ]
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        """When the first phase began and how long it took from there to the last one's end."""
+        phases = self.record["phases"]
+        begin = min((phase["began"] for phase in phases), default=0.0)
+        end = max((phase["began"] + phase["seconds"] for phase in phases), default=0.0)
+        return begin, end - begin
 
     @property
     def reasons(self) -> list[Reason]:
@@ -117,8 +130,12 @@ def write(evidence: Path) -> tuple[Path, Path]:
     """Write report.html and report.md about every run that the evidence folder holds.
 
     Returns their paths. A record that cannot be read is listed as such.
+
+    Raises:
+        GateError: they cannot be written.
     """
-    runs, unreadable = _load(sorted(evidence.glob("runs/*/*/report.json")))
+    with locked(evidence):
+        runs, unreadable = _load(sorted(evidence.glob("runs/*/*/report.json")))
     values = {
         "runs": runs,
         "unreadable": [str(path.relative_to(evidence)) for path in unreadable],
@@ -129,7 +146,8 @@ def write(evidence: Path) -> tuple[Path, Path]:
     written = evidence / "report.html", evidence / "report.md"
     for path in written:
         template = f"{path.name}.jinja"
-        path.write_text(_templates().get_template(template).render(values), encoding="utf-8")
+        text = _templates().get_template(template).render(values)
+        write_file(path, text.encode("utf-8", "backslashreplace"))
     return written
 
 

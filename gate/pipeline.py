@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from gate import audit as auditing
-from gate import policy, regressions, signature
+from gate import page, policy, regressions, signature
 from gate.build import build
 from gate.environment import clean_environment
 from gate.errors import EnvironmentFailed, GateError, UsageFailure, WheelRejected
@@ -44,6 +44,7 @@ class Options:
     timeout: float = 600.0
     tag_check: bool = True
     sign: Path | None = None
+    summary: Path | None = None
     allowed_signers: Path = signature.ALLOWED
     verbose: bool = False
 
@@ -99,7 +100,10 @@ def run(options: Options, display: Display) -> list[Report]:
         candidates = _candidates(options, repository, runner, display, folder)
         _demand_writable(options.evidence)
         sessions = _sessions(options, candidates, repository, display, sign)
-        _run_all(sessions, runner)
+        try:
+            _run_all(sessions, runner)
+        finally:
+            _show(options, display)
     return _verdict(sessions, display)
 
 
@@ -123,6 +127,18 @@ def _verdict(sessions: Sequence[Session], display: Display) -> list[Report]:
         raise error
     titles = ", ".join(title for title, _ in errors)
     raise type(error)(f"{len(errors)} of {len(sessions)} failed: {titles}.")
+
+
+def _show(options: Options, display: Display) -> None:
+    """Write the page for a person; a verdict does not depend on it."""
+    try:
+        html, markdown = page.write(options.evidence)
+        display.say(f"gate: {html} shows all runs")
+        if options.summary is not None:
+            with options.summary.open("a") as file:
+                file.write(markdown.read_text())
+    except (GateError, OSError) as error:
+        display.say(f"gate: There is no page to look at: {error}")
 
 
 def _runner(options: Options, display: Display) -> Runner:

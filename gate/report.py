@@ -62,6 +62,11 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
+    started: str = ""
+    finished: str = ""
+    embedded_archs: list[str] = field(default_factory=list)
+    executed_archs: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Write the record as JSON."""

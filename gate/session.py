@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -53,6 +52,7 @@ class Candidate:
             environment=target.identity,
             profile=self.report.profile,
             phases=[replace(phase) for phase in self.report.phases],
+            embedded_archs=sorted(self.audit.archs),
         )
 
 
@@ -115,6 +115,7 @@ class Session:
             subject, suite, inventory, machine, profile = self._prepare(runner)
         self._profile, self._machine = profile, machine
         self.report.profile, self.report.facts = profile.name, machine.facts
+        self.report.executed_archs = sorted(machine.executed_archs(profile))
         self._revoke(profile.name)
         parts = regressions.plan(profile, machine, inventory, settings.processes)
         phases = [Phase(name="regressions") for _ in parts]
@@ -221,6 +222,7 @@ class Session:
         A statement that could not be completed, for whatever reason, is not there afterwards.
         """
         with self._stack:
+            self.report.started, self.report.finished = self._clock.started, self._clock.now()
             try:
                 if self.error is None:
                     with self._phase("evidence") as phase:
@@ -236,11 +238,12 @@ class Session:
                     self._record_failure()
 
     def _attest(self) -> Path:
-        commit = self._settings.repository.commit()
-        with self._folder_alone():
+        self.report.commit = commit = self._settings.repository.commit()
+        with evidence.locked(self._settings.evidence):
             self._keep()
             folder = self._folder
-            replace(self.report, result="passed").write(folder / "report.json")
+            done = [phase for phase in self.report.phases if phase.status == "passed"]
+            replace(self.report, result="passed", phases=done).write(folder / "report.json")
             return evidence.write_statement(
                 self._settings.evidence,
                 wheel=self.candidate.wheel,
@@ -253,12 +256,12 @@ class Session:
                 },
                 suite_digest=self._suite_digest,
                 commit=commit.removesuffix("-dirty") or None,
-                executed_archs=self._machine.executed_archs(self._profile),
+                executed_archs=self.report.executed_archs,
                 embedded_archs=self.candidate.audit.archs,
                 passed_tests=self.report.passed_tests,
                 files=sorted(file for file in folder.rglob("*") if file.is_file()),
-                started=self._clock.started,
-                finished=self._clock.now(),
+                started=self.report.started,
+                finished=self.report.finished,
                 sign=self._settings.sign,
             )
 
@@ -269,7 +272,8 @@ class Session:
         where = self.report.phases[-1].name
         reason = str(self.error or "The run was interrupted.")
         self.report.failures = self.report.failures or [Failure(where=where, reason=reason)]
-        with suppress(OSError, GateError), self._folder_alone():  # what failed first is worth more
+        # What failed first is worth more than a problem here.
+        with suppress(OSError, GateError), evidence.locked(self._settings.evidence):
             if self.report.profile != "auto":
                 self._revoke(self.report.profile)
             self._keep()
@@ -282,13 +286,6 @@ class Session:
         name = f"{wheel.filename}.{wheel.sha256[:12]}"
         run = f"{self.report.profile}.{evidence.environment_id(self._wanted)}"
         return self._settings.evidence / "runs" / name / run
-
-    @contextmanager
-    def _folder_alone(self) -> Iterator[None]:
-        """Keep other gates, which may run on the same wheel, from writing meanwhile."""
-        with (self._settings.evidence / ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _keep(self) -> None:
         """Copy records and logs out of the environment, in place of those of an earlier run."""

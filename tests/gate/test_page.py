@@ -19,8 +19,8 @@ PASSED: dict[str, Any] = {
     "environment": "torch2.13.0",
     "result": "passed",
     "phases": [
-        {"name": "audit", "status": "passed", "seconds": 1.0, "detail": "33 files"},
-        {"name": "regressions", "status": "passed", "seconds": 3.0, "detail": ""},
+        {"name": "audit", "status": "passed", "began": 5.0, "seconds": 1.0, "detail": "33 files"},
+        {"name": "regressions", "status": "passed", "began": 6.0, "seconds": 3.0, "detail": ""},
     ],
     "passed_tests": ["single/test_a.py::test_b", "single/test_a.py::test_c"],
     "failures": [],
@@ -108,7 +108,7 @@ def test_executed_and_embedded_gpu_code_are_told_apart(written: Written) -> None
         assert "H200" in text
 
 
-def test_the_timeline_places_phases_one_after_the_other(written: Written) -> None:
+def test_the_timeline_shows_when_each_phase_ran(written: Written) -> None:
     html, _ = written(PASSED)
     assert "left: 0.00%; width: 25.00%" in html
     assert "left: 25.00%; width: 75.00%" in html

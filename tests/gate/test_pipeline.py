@@ -37,6 +37,7 @@ def options(tmp_path: Path, suite: Path, *targets: Target) -> Options:
         targets=targets,
         evidence=tmp_path / "evidence",
         suite=suite,
+        summary=tmp_path / "summary.md",
     )
 
 
@@ -72,6 +73,10 @@ def test_one_environment_that_fails_does_not_hide_the_verdict_of_another(
         )
     }
     assert reports == {("floor", "passed"), ("broken", "failed"), ("newest", "passed")}
+    summary = (tmp_path / "summary.md").read_text()
+    assert "2 of 3 runs passed" in summary
+    assert "2 of 3 runs passed" in (tmp_path / "evidence" / "report.html").read_text()
+    assert "running" not in summary
     assert not list((tmp_path / "tmp").iterdir())
 
 
