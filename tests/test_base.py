@@ -136,7 +136,7 @@ def test_zero_gradients_move_nothing_but_decay(zeros: bool) -> None:
     matrix.grad = torch.zeros(8, 8)
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), start((8, 8)).detach() * 0.95)
-    assert ("codebook" in optimizer.state[matrix]) is not zeros
+    assert codebook.is_blank(optimizer.state[matrix]["codebook"]) is zeros
 
 
 def test_codebook_waits_for_a_gradient_that_is_not_zero() -> None:
@@ -383,3 +383,56 @@ def test_steps_repeat_under_deterministic_algorithms(kind: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["gefen", "hybrid-adamw"])
+def test_a_compiled_step_has_the_bits_of_a_plain_one(kind: str) -> None:
+    found = []
+    for compiled in (True, False):
+        net = model()
+        optimizer = OPTIMIZERS[kind](net)
+        update = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            step(net, torch.optim.SGD(net.parameters(), lr=0.0), number)
+            update()
+        found.append(snapshot(net, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_cycle_momentum(kind: str, scheduler: str) -> None:
+    """They find what to cycle: betas of Gefen, momentum of Muon and of the hybrid."""
+    net = model()
+    optimizer = OPTIMIZERS[kind](net)
+    own = {"total_steps": 6} if scheduler == "OneCycleLR" else {"base_lr": 1e-3, "step_size_up": 2}
+    make = getattr(torch.optim.lr_scheduler, scheduler)
+    schedule = make(optimizer, max_lr=0.1, **own)
+    name = "betas" if kind.startswith("gefen") else "momentum"
+    seen = []
+    for number in range(5):
+        step(net, optimizer, number)
+        schedule.step()
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0][name]))
+    assert len(set(seen)) >= 3
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_parameters_come_and_go() -> None:
+    """Frozen for a while, with zero gradients kept in place, averaged along the way."""
+    net = model()
+    optimizer = OPTIMIZERS["hybrid"](net)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    step(net, optimizer, 0)
+    frozen = net[1].weight
+    frozen.requires_grad_(False)
+    optimizer.zero_grad(set_to_none=False)
+    frozen.grad = None
+    before = frozen.detach().clone()
+    optimizer.step()
+    assert torch.equal(frozen, before)
+    frozen.requires_grad_(True)
+    average.update_parameters(net)
+    step(net, optimizer, 1)
+    assert not torch.equal(frozen, before)
+    assert optimizer.state[frozen]["step"] == 2

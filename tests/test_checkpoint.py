@@ -7,6 +7,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from workload import OPTIMIZERS, bytes_of, model, snapshot, step
 
 from gefen import Gefen, GefenMuon, GefenMuonHybrid
+from gefen.codebook import blank
 from gefen.errors import CheckpointError
 
 KINDS = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -441,22 +443,58 @@ def test_default_dtype_and_device_do_not_matter(kind: str) -> None:
     assert snapshot(other_net, other) == wanted
 
 
-def test_distributed_checkpoint_helpers() -> None:
-    """torch.distributed.checkpoint keeps only state and param_groups, under parameter names."""
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
+DCP_OPTIONS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "offloaded": {"full_state_dict": True, "cpu_offload": True},
+}
 
-    net, optimizer = trained("gefen")
-    saved = get_optimizer_state_dict(net, optimizer)
-    assert saved["state"]["1.weight"]["codebook"] is not None
-    other_net, other = fresh("gefen")
+
+@KINDS
+@pytest.mark.parametrize("chosen", DCP_OPTIONS)
+def test_distributed_checkpoint_helpers(kind: str, chosen: str) -> None:
+    """They make state by a step with zero gradients and load what has its keys, by name."""
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    net, optimizer = trained(kind)
+    options = helpers.StateDictOptions(**DCP_OPTIONS[chosen])
+    saved = helpers.get_optimizer_state_dict(net, optimizer, options=options)
+    other_net, other = fresh(kind)
     other_net.load_state_dict(net.state_dict())
-    set_optimizer_state_dict(other_net, other, saved)
+    helpers.set_optimizer_state_dict(other_net, other, saved, options=options)
     step(net, optimizer, 3)
     step(other_net, other, 3)
     assert snapshot(net, optimizer) == snapshot(other_net, other)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+def test_distributed_checkpoint_through_a_file(tmp_path: Path) -> None:
+    """As docs/sharding.md says: a fresh state has other shapes than a trained one."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as helpers
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    net, optimizer = trained("hybrid")
+    saved = {"optimizer": helpers.get_optimizer_state_dict(net, optimizer)}
+    dcp.save(saved, checkpoint_id=tmp_path / "run", no_dist=True)
+    dcp_to_torch_save(tmp_path / "run", tmp_path / "run.pt")
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    other_net, other = fresh("hybrid")
+    other_net.load_state_dict(net.state_dict())
+    helpers.set_optimizer_state_dict(other_net, other, loaded["optimizer"])
+    assert snapshot(net, optimizer) == snapshot(other_net, other)
+
+
+def test_momentum_without_its_codebook_is_refused() -> None:
+    """A codebook that was replaced by an untrained optimizer's would turn it into noise."""
+    net, optimizer = trained("gefen")
+    saved = own_copy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["codebook"] = blank()
+    before = snapshot(net, optimizer)
+    with pytest.raises(CheckpointError, match="codebook was never learned"):
+        optimizer.load_state_dict(saved)
+    assert snapshot(net, optimizer) == before
 
 
 def test_hybrid_checkpoint_keeps_the_halves_apart() -> None:

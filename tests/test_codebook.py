@@ -377,3 +377,12 @@ def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
     correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))
     assert correlations.abs().max() < 0.02
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_blank_codebook_is_even_and_no_learned_one() -> None:
+    book = codebook.blank()
+    assert (book[0], book[-1]) == (-1, 1)
+    torch.testing.assert_close(book.diff(), torch.full((255,), 2 / 255))
+    assert codebook.is_blank(book.clone())
+    even = torch.ones(codebook.BINS, dtype=torch.int64)
+    assert not codebook.is_blank(codebook.solve(even))

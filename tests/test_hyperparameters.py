@@ -28,6 +28,10 @@ BAD_SETTINGS = [
             torch.tensor(1),
             torch.tensor(-0.1),
             1j,
+            10**400,
+            np.array([0.1]),
+            torch.tensor(0.1, device="meta"),
+            torch.tensor([0.1]).to_sparse(),
         ],
     ),
     ("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9, None, "ab"]),
@@ -69,3 +73,4 @@ def test_numpy_numbers_become_plain() -> None:
     optimizer = Gefen([start((3,))], lr=np.float32(0.5), eps=np.float64(1e-8), weight_decay=1)
     group = optimizer.param_groups[0]
     assert (type(group["lr"]), type(group["eps"]), type(group["weight_decay"])) == (float,) * 3
+    assert Gefen([start((3,))], lr=np.array(0.5)).param_groups[0]["lr"] == 0.5

@@ -49,7 +49,7 @@ def test_duplicates_are_named() -> None:
 
 
 def test_other_bad_arguments() -> None:
-    for params in (start((3,)), [], {}, None, 3, [[start((3,))]], ["w"]):
+    for params in (start((3,)), [], {}, None, 3, [[start((3,))]], ["w"], nn.Linear(2, 2)):
         with pytest.raises(GefenError):
             Gefen(params)
     with pytest.raises(InvalidArgumentError, match="not a mix"):
@@ -57,3 +57,46 @@ def test_other_bad_arguments() -> None:
     with pytest.raises(UnsupportedFeatureError, match="capturable=True"):
         Gefen([start((3,))], capturable=True)
     assert issubclass(UnsupportedFeatureError, NotImplementedError)
+
+
+def test_modules_are_refused_with_what_to_pass() -> None:
+    for module in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        with pytest.raises(InvalidArgumentError, match=r"model\.named_parameters\(\)"):
+            Gefen(module)
+
+
+def test_parameters_that_cannot_be_updated_are_named() -> None:
+    with torch.inference_mode():
+        param = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnsupportedParameterError, match="'w' was made under"):
+        Gefen([("w", param)])
+    with pytest.raises(UnsupportedParameterError, match="'weight' is not initialized"):
+        Gefen(nn.LazyLinear(4).named_parameters())
+
+
+def test_names_are_for_all_groups_or_none() -> None:
+    named, bare = {"params": [("w", start((3,)))]}, {"params": [start((3,))]}
+    for groups in ([named, bare], [bare, named]):
+        with pytest.raises(InvalidArgumentError, match="in all groups or in none"):
+            Gefen(groups)
+    optimizer = Gefen([named])
+    with pytest.raises(InvalidArgumentError, match="in all groups or in none"):
+        optimizer.add_param_group(bare)
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["param_names"] = []
+    optimizer.step()
+    optimizer.param_groups[0]["param_names"] = ["w", "v"]
+    with pytest.raises(InvalidArgumentError, match="2 names for 1 parameters"):
+        optimizer.step()
+
+
+def test_groups_may_come_from_generators() -> None:
+    layers = [nn.Linear(2, 3), nn.Linear(3, 4)]
+    optimizer = Gefen({"params": (p for p in layer.parameters())} for layer in layers)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+
+
+def test_arguments_of_other_optimizers_are_refused() -> None:
+    for name in ("foreach", "differentiable", "maximize", "amsgrad", "momentum_dtype"):
+        with pytest.raises(TypeError, match=name):
+            Gefen([start((3,))], **{name: True})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gefen.checkpoint import CheckpointedOptimizer
-from gefen.codebook import SIZE, Quantizer
+from gefen.codebook import Quantizer, blank, is_blank
 from gefen.errors import InvalidArgumentError
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
 from gefen.kernels.tasks import Momentum
@@ -138,6 +138,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     }
     """One for each setting of the whole optimizer."""
 
+    _examined: tuple[Tensor | None, bool] = (None, True)
+    """A codebook, and whether it still has to be learned."""
+
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
@@ -221,7 +224,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _histogram(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor:
         known = (missing[w.key].get(PERIOD) or self.state[w.key][PERIOD] for w in works)
-        return histogram(zip((work.grad for work in works), known, strict=True))
+        gradients = zip((work.grad for work in works), known, strict=True)
+        return histogram(gradients, self.options["fused"])
 
     def _missing(self, work: Work) -> Entry:
         """What the parameter's state lacks before this step, on the parameter's device."""
@@ -247,9 +251,11 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         return new | self._moments(work, new)
 
     def _wants_codebook(self) -> bool:
-        known = self._shared(CODEBOOK) is not None
+        known = self._shared(CODEBOOK)
+        if known is not self._examined[0]:
+            self._examined = known, known is None or is_blank(known)
         every = self.options.get("codebook_refresh_every", 0)
-        return not known or bool(every and self._shared(GLOBAL_STEP) % every == 0)
+        return self._examined[1] or bool(every and self._shared(GLOBAL_STEP) % every == 0)
 
     def _entries(self) -> list[Entry]:
         """The state of every parameter that has one."""
@@ -277,30 +283,27 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self.state[work.key][STEP] += 1
 
     def _share(self, learned: Tensor | None) -> None:
-        """Count the step and hand codebook and count to every parameter's state.
-
-        Before anything can be learned there is no codebook: all momenta are zero or non-finite
-        then, and stay so under any codebook.
-        """
+        """Count the step and hand codebook and count to every parameter's state."""
         entries = self._entries()
         count, codebook = self._shared(GLOBAL_STEP), self._shared(CODEBOOK)
         count = torch.zeros((), dtype=torch.int64, device="cpu") if count is None else count
         count += 1
-        by_device = {e[CODEBOOK].device: e[CODEBOOK] for e in entries if CODEBOOK in e}
-        if learned is not None:
-            if codebook is not None:
-                for entry in entries:
+        if learned is not None and codebook is not None:
+            for entry in entries:
+                if INDEX in entry:
                     device = entry[INDEX].device
                     reencode(entry[INDEX], codebook.to(device), learned.to(device))
-            codebook, by_device = learned, {learned.device: learned}
+        if learned is not None or codebook is None:
+            by_device, codebook = {}, blank() if learned is None else learned
+        else:
+            by_device = {e[CODEBOOK].device: e[CODEBOOK] for e in entries if CODEBOOK in e}
+        by_device.setdefault(codebook.device, codebook)
         self._spare = {GLOBAL_STEP: count, CODEBOOK: codebook}
         for entry in entries:
-            entry[GLOBAL_STEP] = count
-            if codebook is not None:
-                device = entry.get(INDEX, codebook).device
-                if device not in by_device:
-                    by_device[device] = codebook.to(device)
-                entry[CODEBOOK] = by_device[device]
+            device = entry.get(INDEX, codebook).device
+            if device not in by_device:
+                by_device[device] = codebook.to(device)
+            entry |= {GLOBAL_STEP: count, CODEBOOK: by_device[device]}
 
     def _log(self, plan: Plan) -> None:
         if plan.codebook is not None:
@@ -310,9 +313,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 period = plan.missing[work.key][PERIOD]
                 logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
 
-    def _quantizer(self, device: torch.device, codebook: Tensor | None) -> Quantizer:
-        if codebook is None:
-            return Quantizer(torch.linspace(-1, 1, SIZE, dtype=torch.float32, device=device))
+    def _quantizer(self, device: torch.device, codebook: Tensor) -> Quantizer:
         known = self._quantizers.get(device)
         if known is None or known[0] is not codebook:
             known = self._quantizers[device] = codebook, Quantizer(codebook)
@@ -328,7 +329,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             magnitude=entry[MAGNITUDE],
             period=entry[PERIOD],
             beta=beta,
-            quantizer=self._quantizer(work.param.device, entry.get(CODEBOOK)),
+            quantizer=self._quantizer(work.param.device, entry[CODEBOOK]),
             dtype=torch.float64 if work.param.dtype == torch.float64 else torch.float32,
             seed=seed if work.settings["stochastic_round"] else None,
         )
@@ -360,7 +361,17 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
 
 def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
-    """Step all halves, once all of them and all ranks are ready; return the closure's value."""
+    """Step all halves, once all of them and all ranks are ready; return the closure's value.
+
+    Under ``torch.compile`` as well it runs as it is: what it does depends on values.
+    """
+    run = _stepped
+    if torch.compiler.is_compiling():
+        run = torch.compiler.disable(_stepped)  # type: ignore[no-untyped-call]
+    return run(optimizer, closure)
+
+
+def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
     halves: Sequence[Any] = optimizer._halves()
     with forgotten_on_failure(optimizer):
         agreement = optimizer._agreement()

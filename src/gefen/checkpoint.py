@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from gefen.codebook import is_blank
 from gefen.errors import CheckpointError, GefenError
 from gefen.parameters import Slot, slots
 from gefen.state import (
     CODEBOOK,
     COUNTS,
     GLOBAL_STEP,
+    MAGNITUDE,
     SHARED,
     STEP,
     Entry,
@@ -312,20 +314,23 @@ def _check_shared(entries: list[Entry]) -> None:
     entries = [entry for entry in entries if GLOBAL_STEP in entry]
     if not entries:
         return
-    for key in (GLOBAL_STEP, CODEBOOK):
-        if any((key in entry) != (key in entries[0]) for entry in entries):
-            _refuse(f"some parameters have a {key}, others have none")
-        if key in entries[0]:
-            values = {(e[key].data_ptr(), e[key].stride()): e[key] for e in entries}.values()
-            if not all(torch.equal(value.cpu(), entries[0][key].cpu()) for value in values):
-                _refuse(f"its parameters disagree on the {key}")
+    for key in SHARED:
+        values = {(e[key].data_ptr(), e[key].stride()): e[key].cpu() for e in entries}.values()
+        if not all(torch.equal(value, entries[0][key].cpu()) for value in values):
+            _refuse(f"its parameters disagree on the {key}")
     if int(entries[0][GLOBAL_STEP]) < max(entry[STEP] for entry in entries):
         _refuse(f"{GLOBAL_STEP} is smaller than the steps of a parameter")
-    codebook = entries[0].get(CODEBOOK)
-    if codebook is not None:
-        ends = codebook[0] == -1 and codebook[-1] == 1
-        if not (ends and (codebook.diff() >= 0).all()):
-            _refuse(f"its {CODEBOOK} does not ascend from -1 to 1")
+    codebook = entries[0][CODEBOOK].cpu()
+    ends = codebook[0] == -1 and codebook[-1] == 1
+    if not (ends and (codebook.diff() >= 0).all()):
+        _refuse(f"its {CODEBOOK} does not ascend from -1 to 1")
+    if is_blank(codebook) and any(_has_momentum(entry) for entry in entries):
+        _refuse(f"its {CODEBOOK} was never learned, but there is momentum")
+
+
+def _has_momentum(entry: Entry) -> bool:
+    magnitude = entry[MAGNITUDE]
+    return bool(((magnitude > 0) & magnitude.isfinite()).any())
 
 
 def _copied(entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:

@@ -28,6 +28,20 @@ Numbers = npt.NDArray[Any]  # int64, or float64 where that is exact too
 _LARGEST_TOTAL = 1 << 38  # counted elements beyond this are scaled down: int64 sums of squares
 
 
+def blank() -> Tensor:
+    """The codebook, float32 [SIZE] on the CPU, of an optimizer that has learned none yet.
+
+    Evenly spaced from -1 to 1; momenta are zero or non-finite then and do not depend on it.
+    """
+    steps = torch.arange(SIZE, dtype=torch.float64, device="cpu")
+    return ((2 * steps - (SIZE - 1)) / (SIZE - 1)).float()
+
+
+def is_blank(codebook: Tensor) -> bool:
+    """Whether ``codebook`` was learned from nothing."""
+    return torch.equal(codebook.cpu(), blank())
+
+
 def accumulate_histogram(grad: Tensor, period: int, counts: Tensor) -> None:
     """Add a gradient's normalised elements to ``counts``, int64 [BINS], in place.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -96,9 +96,13 @@ class Gefen(QuantisedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        # torch.distributed.checkpoint loses collections that are empty.
+        return super()._resumed({"period_one_substrings": (), **settings})
+
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
-        if slot.group["period_one_substrings"] and "param_names" not in slot.group:
+        if slot.group.get("period_one_substrings") and "param_names" not in slot.group:
             raise InvalidArgumentError(
                 f"Invalid period_one_substrings={slot.group['period_one_substrings']!r}: "
                 "parameters have no names; pass model.named_parameters()"

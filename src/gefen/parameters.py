@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 
@@ -29,6 +29,11 @@ def slots(groups: Iterable[dict[str, Any]]) -> Iterator[Slot]:
     number = 0
     for group in groups:
         names = group.get("param_names")
+        if names and len(names) != len(group["params"]):
+            raise InvalidArgumentError(
+                f"Invalid param_names of a group: {len(names)} names for {len(group['params'])} "
+                "parameters"
+            )
         for i, param in enumerate(group["params"]):
             yield Slot(group, param, names[i] if names else f"param_{number}", number)
             number += 1
@@ -38,10 +43,12 @@ def named(params: Any) -> tuple[list[Any], list[str] | None]:
     """Split what a group's ``params`` may be into tensors and their explicit names, if any."""
     if isinstance(params, Tensor):
         return [params], None
-    if isinstance(params, (set, frozenset, str, dict)) or not isinstance(params, Iterable):
+    unordered = isinstance(params, (set, frozenset, str, dict, nn.Module))
+    if unordered or not isinstance(params, Iterable):
         raise InvalidArgumentError(
             f"Invalid params of type {type(params).__name__}: must be an ordered iterable of "
-            "parameters or (name, parameter) pairs, or of dicts that hold one as 'params'"
+            "parameters or (name, parameter) pairs, such as model.named_parameters(), or of dicts "
+            "that hold one as 'params'"
         )
     items = list(params)
     pairs = [item for item in items if isinstance(item, tuple)]
@@ -55,14 +62,22 @@ def named(params: Any) -> tuple[list[Any], list[str] | None]:
 
 
 def check_distinct(found: Iterable[Slot]) -> None:
-    """Raise where a tensor or an explicit name occurs twice.
+    """Raise where a tensor or an explicit name occurs twice, or where only some have names.
 
     Names of parameters that ranks share are compared before a step instead, so that a rank with
     duplicates does not raise alone while the others wait for it.
     """
     tensors: dict[int, str] = {}
     names: set[str] = set()
+    named_first = None
     for slot in found:
+        has_name = "param_names" in slot.group
+        named_first = has_name if named_first is None else named_first
+        if has_name != named_first:
+            raise InvalidArgumentError(
+                f"Parameter {slot.name!r} is of a group with{'' if has_name else 'out'} names, "
+                "others are not: pass (name, parameter) pairs in all groups or in none"
+            )
         if id(slot.param) in tensors:
             raise InvalidArgumentError(
                 f"Duplicate parameter {slot.name!r}: the same tensor is registered as "
@@ -83,7 +98,17 @@ def check_parameter(param: Any, name: str) -> None:
         raise UnsupportedParameterError(
             f"Parameter {name!r} is of type {type(param).__name__}: must be a tensor"
         )
+    if nn.parameter.is_lazy(param):
+        raise UnsupportedParameterError(
+            f"Parameter {name!r} is not initialized: run the lazy module once, then make the "
+            "optimizer"
+        )
     _check_format(param, f"Parameter {name!r}")
+    if param.is_inference():
+        raise UnsupportedParameterError(
+            f"Parameter {name!r} was made under torch.inference_mode(), which forbids updating it "
+            "in place: build the model outside of it"
+        )
     placements = getattr(param, "placements", ())
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedParameterError(

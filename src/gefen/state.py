@@ -32,7 +32,11 @@ NORMUON_V = "normuon_v"
 NORMUON_STEP = "normuon_step"
 """Steps that ``normuon_v`` has seen, int."""
 CODEBOOK = "codebook"
-"""float32 [256], one tensor shared by all parameters of an optimizer on a device."""
+"""float32 [256], one tensor shared by all parameters of an optimizer on a device.
+
+Until there is a gradient to learn from, :func:`gefen.codebook.blank`: helpers such as those of
+torch.distributed.checkpoint look at the keys after a step with zero gradients.
+"""
 GLOBAL_STEP = "global_step"
 """int64 scalar on the CPU, shared likewise: steps that this optimizer has taken."""
 
@@ -73,9 +77,8 @@ def momentum_spec(param: Tensor, entry: Entry) -> Spec:
         INDEX: (torch.uint8, (n,)),
         MAGNITUDE: (torch.float32, (blocks,)),
         GLOBAL_STEP: (torch.int64, ()),
+        CODEBOOK: (torch.float32, (SIZE,)),
     }
-    if CODEBOOK in entry:
-        tensors[CODEBOOK] = (torch.float32, (SIZE,))
     return Spec({STEP: 0, PERIOD: n}, tensors)
 
 
@@ -140,5 +143,6 @@ def check_unchanged(spec: Spec, entry: Entry, name: str) -> None:
     problem = disagreement(spec, entry)
     if problem is not None:
         raise UnsupportedParameterError(
-            f"Parameter {name!r} has changed since its state was made: {problem}"
+            f"Parameter {name!r} has changed since its state was made: {problem}; make a new "
+            "optimizer after casting or resizing a model"
         )
