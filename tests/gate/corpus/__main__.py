@@ -1,6 +1,6 @@
 """Gate every sabotaged wheel of the corpus, and print what became of each.
 
-Usage: python -m tests.gate.corpus [--wheel FILE] [--jobs N] [PART OF A CASE'S NAME]...
+Usage: python -m tests.gate.corpus [--wheel FILE] [--jobs N] [PART OF A NAME | PHASE]...
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ PREPARING_SECONDS = 3600.0
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gate_selftest", description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", help="run only cases whose names contain one of these")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        help="run only cases whose name contains, or whose phase is, one of these",
+    )
     parser.add_argument("--wheel", type=Path, help="the wheel to sabotage; built if not given")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor on all time limits, for busy machines"
@@ -66,7 +70,7 @@ def main() -> int:
     cases = [
         case
         for case in [*HONEST, *BROKEN]
-        if not given.parts or any(part in case.name for part in given.parts)
+        if not given.parts or any(part in case.name or part == case.phase for part in given.parts)
     ]
     if not cases:
         print("no case has such a name", file=sys.stderr)
