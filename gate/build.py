@@ -45,6 +45,8 @@ def build(repository: Repository, out: Path, runner: Runner) -> Path:
         # After its wheel: what that build left in the tree must not get into the sdist.
         builder.sdist(two, second, SURROUNDINGS[1])
         _demand_equal(first, second)
+        if kernels.has_kernels(one):
+            kernels.remember(one)
         builder.check(first)
         return _publish(first, out)
 

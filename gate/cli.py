@@ -42,7 +42,7 @@ EPILOG = "\n\n".join(
         + "\n".join(f"  {code:<4} {text}" for code, text in EXIT_CODES.items()),
         "\b\nEnvironment:\n"
         "  GATE_CACHE         where torch layers are cached (default ~/.cache/gefen-gate); the\n"
-        f"                     {KEPT_LAYERS} used last are kept\n"
+        f"                     {KEPT_LAYERS} used last are kept; also compiled kernels\n"
         "  TMPDIR             where environments are made, and removed again (default /tmp)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
         "  GITHUB_STEP_SUMMARY  file that `run` appends its report to, in Markdown\n"

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from gate.errors import BuildFailed, KernelsSpill
+from gate.layer import cache_directory
 from gate.runner import Runner
+from gate.wheels import sha256_of
 
 PACKAGE = Path("src/gefen/kernels")
+IMAGES = PACKAGE / "cubin"
+# What to compile for; by default what the project's own script lists.
+ARCHS: tuple[str, ...] = ()
 COMPILER = "nvidia-cuda-nvrtc-cu12"
 # Every driver for CUDA 12 and 13 loads what this one makes, and it knows all architectures.
 RELEASE = "12.9."
-TIMEOUT = 900.0
+TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ def compile_sources(root: Path, runner: Runner, scratch: Path) -> list[Usage]:
     Raises:
         BuildFailed: there is no compiler, or it refuses the sources.
     """
-    _compile(root / PACKAGE / "compile.py", scratch / "cubin", runner, {}, scratch)
+    _provide(root, scratch / "cubin", runner, {}, scratch)
     return usage(scratch / "cubin")
 
 
@@ -53,17 +62,55 @@ def compile_into(tree: Path, runner: Runner, env: Mapping[str, str], scratch: Pa
         BuildFailed: there is no compiler, or it refuses the sources.
         KernelsSpill: a kernel needs too many registers.
     """
-    folder = tree / PACKAGE / "cubin"
-    _compile(tree / PACKAGE / "compile.py", folder, runner, env, scratch)
+    folder = tree / IMAGES
+    _provide(tree, folder, runner, env, scratch)
     demand_no_spills(usage(folder))
 
 
-def _compile(
-    script: Path, out: Path, runner: Runner, env: Mapping[str, str], scratch: Path
-) -> None:
+def remember(tree: Path) -> None:
+    """Keep the images in a tree, which were compiled twice with the same bytes.
+
+    Compiling takes minutes, and nothing but the sources and the compiler decides what comes out.
+    """
+    kept = _kept(tree, _compiler()[1])
+    with suppress(OSError):  # a cache that cannot be written costs time, nothing else
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as part:
+            shutil.copytree(tree / IMAGES, Path(part) / "images")
+            if kept.exists() and not _is_whole(kept):
+                shutil.rmtree(kept)
+            (Path(part) / "images").rename(kept)
+
+
+def _kept(tree: Path, release: str) -> Path:
+    """Where the images made of these sources by this compiler are kept."""
+    script = tree / PACKAGE / "compile.py"
+    parts = [release, *ARCHS, sha256_of(script)]
+    parts += [f"{path.name} {sha256_of(path)}" for path in sorted(tree.glob(f"{PACKAGE}/src/*"))]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return cache_directory() / "kernels" / key
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / "manifest.json").read_bytes())["files"]
+        listed = {name: entry["sha256"] for name, entry in files.items()}
+        there = {path.name: sha256_of(path) for path in folder.iterdir()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return there == {**listed, "manifest.json": there["manifest.json"]}
+
+
+def _provide(tree: Path, out: Path, runner: Runner, env: Mapping[str, str], scratch: Path) -> None:
     library, release = _compiler()
+    kept = _kept(tree, release)
+    if _is_whole(kept):
+        shutil.copytree(kept, out, dirs_exist_ok=True)
+        return
+    script = tree / PACKAGE / "compile.py"
+    archs = ("--arch", *ARCHS) if ARCHS else ()
     outcome = runner.run(
-        [sys.executable, "-ISB", script, out, "--nvrtc", library, "--release", release],
+        [sys.executable, "-ISB", script, out, "--nvrtc", library, "--release", release, *archs],
         env=env,
         cwd=scratch,
         log=scratch / "kernels.log",

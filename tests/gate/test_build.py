@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gate import build as module
+from gate import kernels
 from gate.build import build
 from gate.errors import BuildFailed
 from gate.repository import Repository
@@ -110,7 +111,11 @@ def test_an_epoch_that_is_no_number_is_named(
         module._epoch(project)
 
 
-def test_this_project_ships_its_package_and_nothing_else(tmp_path: Path) -> None:
+def test_this_project_ships_its_package_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of the architectures: each takes many seconds.
+    monkeypatch.setattr(kernels, "ARCHS", ("compute_75",))
     wheel = build(Repository(runner=Runner()), tmp_path, Runner())
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -119,7 +124,7 @@ def test_this_project_ships_its_package_and_nothing_else(tmp_path: Path) -> None
     assert tops == {"gefen", f"gefen_cuda-{version}.dist-info"}
     assert "gefen/py.typed" in names
     folder = "gefen/kernels/cubin/"
-    assert {folder + "sm_75.cubin", folder + "sm_121.cubin", folder + "manifest.json"} < set(names)
+    assert {folder + "compute_75.ptx", folder + "manifest.json"} < set(names)
     assert any(name.startswith("gefen/kernels/src/") and name.endswith(".cu") for name in names)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         files = [name.partition("/")[2] for name in sdist.getnames()]

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source tree, in a folder with a space, with this project's compiling and one kernel."""
+    monkeypatch.setenv("GATE_CACHE", str(tmp_path / "cache"))
     root = tmp_path / "a tree"
     sources = root / kernels.PACKAGE / "src"
     sources.mkdir(parents=True)
@@ -84,6 +85,46 @@ def test_the_compiler_must_be_the_pinned_one(
     with pytest.raises(BuildFailed, match=said) as caught:
         compiled(tree, tmp_path)
     assert "nox -s build" in str(caught.value)
+
+
+def test_what_was_compiled_twice_is_kept(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "ARCHS", ("sm_90", "compute_75"))
+    folder = compiled(tree, tmp_path)
+    made = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(made) == {"sm_90.cubin", "compute_75.ptx", "manifest.json"}
+    assert not (tmp_path / "cache").exists(), "not before both builds are known to be equal"
+    kernels.remember(tree)
+    kernels.remember(tree)
+
+    def compiles() -> bool:
+        shutil.rmtree(folder)
+        (tmp_path / "kernels.log").unlink(missing_ok=True)
+        assert {
+            path.name: path.read_bytes() for path in compiled(tree, tmp_path).iterdir()
+        } == made
+        return (tmp_path / "kernels.log").exists()
+
+    assert not compiles()
+    (kept,) = (tmp_path / "cache" / "kernels").iterdir()
+    (kept / "sm_90.cubin").write_bytes(made["sm_90.cubin"][:-1])
+    assert compiles(), "a damaged copy must not be used"
+    kernels.remember(tree)
+    assert not compiles()
+    (kept / "other").write_text("")
+    assert compiles()
+    with (tree / kernels.PACKAGE / "compile.py").open("a") as script:
+        script.write("# another way\n")
+    assert compiles()
+
+
+def test_a_cache_that_cannot_be_written(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").write_text("a file where the folder should be")
+    compiled(tree, tmp_path)
+    kernels.remember(tree)
+    assert compiled(tree, tmp_path)
 
 
 def test_a_project_without_kernels(tmp_path: Path) -> None:
