@@ -81,11 +81,8 @@ def write_statement(
 ) -> Path:
     """Write, in one step, the statement that all tests passed against a wheel.
 
-    A signature is in place before the statement is; one of an earlier statement is removed.
-
     Args:
         directory: the evidence folder.
-        wheel: the wheel tested.
         profile: what was run: cpu, gpu or multi-gpu.
         environment: JSON-compatible facts (torch, python, driver, gpus, ...).
         suite_digest: :func:`suite_digest` of the tests that were run.
@@ -94,8 +91,7 @@ def write_statement(
         embedded_archs: GPU architectures that the wheel carries.
         passed_tests: ids of all tests; all of them passed.
         files: reports and logs inside ``directory`` to bind by their digest.
-        started: when the run began, in RFC 3339.
-        finished: when it ended, in RFC 3339.
+        started, finished: when the run began and when it ended, in RFC 3339.
         sign: makes the signature to put beside the statement, which is unsigned without.
 
     Returns:
@@ -116,24 +112,30 @@ def write_statement(
         "started": started,
         "finished": finished,
     }
-    others = [descriptor("tests/regression", {"sha256": suite_digest}, "suite")]
-    if commit:
-        others.append(descriptor("source", {"gitCommit": commit}, "source"))
-    others.extend(_bound(directory, path) for path in files)
     text = document(
         filename=wheel.filename,
         sha256=wheel.sha256,
         run=run,
-        others=others,
+        others=[*_sources(suite_digest, commit), *(_bound(directory, path) for path in files)],
         passed_tests=passed_tests,
     )
     path = statement_path(directory, wheel, profile, environment)
-    signed = sign(text.encode()) if sign else None
-    revoke(directory, wheel=wheel, profile=profile, environment=environment)
+    _publish(path, text.encode(), sign)
+    return path
+
+
+def _sources(suite_digest: str, commit: str | None) -> list[dict[str, Any]]:
+    suite = descriptor("tests/regression", {"sha256": suite_digest}, "suite")
+    return [suite, *([descriptor("source", {"gitCommit": commit}, "source")] if commit else [])]
+
+
+def _publish(path: Path, text: bytes, sign: Callable[[bytes], bytes] | None) -> None:
+    """Remove an earlier statement; put the signature in place, then what it signs."""
+    signed = sign(text) if sign else None
+    _remove(path)
     if signed:
         write_file(_signature_path(path), signed)
-    write_file(path, text.encode())
-    return path
+    write_file(path, text)
 
 
 def _signature_path(statement: Path) -> Path:
@@ -167,7 +169,10 @@ def revoke(directory: Path, *, wheel: Wheel, profile: str, environment: Mapping[
     Raises:
         EnvironmentFailed: it is there and cannot be removed.
     """
-    statement = statement_path(directory, wheel, profile, environment)
+    _remove(statement_path(directory, wheel, profile, environment))
+
+
+def _remove(statement: Path) -> None:
     for path in (statement, _signature_path(statement)):
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -18,6 +18,7 @@ import stat
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ class Layers:
 
     fresh: bool = False
     made: set[Path] = field(default_factory=set, repr=False)
+    used: Counter[Path] = field(default_factory=Counter, repr=False)
 
     @contextmanager
     def provide(self, recipe: Recipe, *, runner: Runner, workdir: Path) -> Iterator[Path]:
@@ -152,10 +154,15 @@ class Layers:
         for _ in range(10):
             with ExitStack() as attempt:
                 attempt.enter_context(_locked(layer, fcntl.LOCK_SH, runner))
-                if not self._stale(layer):
+                reason = self._stale(layer)
+                if not reason:
                     os.utime(_lock(layer))  # shows when it was used last
                     held.enter_context(attempt.pop_all())
+                    self.used[layer] += 1
+                    held.callback(self.used.subtract, [layer])
                     return site_packages(layer)
+            if self.used[layer]:
+                raise EnvironmentFailed(f"{layer} was changed while it was in use: {reason}.")
             with _locked(layer, fcntl.LOCK_EX, runner):
                 if reason := self._stale(layer):
                     self._make(layer, reason, recipe, runner, workdir)

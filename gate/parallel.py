@@ -39,8 +39,8 @@ class Capacity:
     """What may be in use at once. Work that needs more than there is gets all of it, alone."""
 
     def __init__(self, *, cores: int, memory: int) -> None:
-        self.cores, self._memory = max(1, cores), memory
-        self._free_cores, self._free_memory = self.cores, memory
+        self.cores, self._memory = max(1, cores), max(1, memory)
+        self._free_cores, self._free_memory = self.cores, self._memory
         self._busy_gpus: set[str] = set()
         self._waiting: list[_Request] = []
         self._changed = Condition()

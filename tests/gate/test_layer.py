@@ -206,22 +206,24 @@ def test_a_fresh_layer_is_made_once_a_run(index: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_layers_used_last_are_kept(index: Path, tmp_path: Path) -> None:
+def test_the_layers_used_last_are_kept(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipes = [
         Recipe(python=RECIPE.python, requirements=("mini",), constraints=(f"mini<{number}",))
-        for number in range(2, 3 + layer.KEPT_LAYERS)
+        for number in (2, 3, 4, 5)
     ]
-    sites = [make(tmp_path, recipe) for recipe in recipes[:-1]]
-    for age, site in enumerate([*sites[1:], sites[0]]):  # the first was used last
-        os.utime(lock_of(site), (age, age))
+    last, oldest, older = (make(tmp_path, recipe) for recipe in recipes[:3])
+    unfinished = tmp_path / "cache" / "unfinished"
+    unfinished.mkdir()
+    unfinished.with_suffix(".lock").write_text("")
+    monkeypatch.setattr(layer, "KEPT_LAYERS", 2)
     with Layers().provide(recipes[1], runner=Runner(), workdir=make_folder(tmp_path)):
-        os.utime(lock_of(sites[1]), (0, 0))  # used longest ago, but in use
-        unfinished = tmp_path / "cache" / "unfinished"
-        unfinished.mkdir()
-        unfinished.with_suffix(".lock").write_text("")
-        newest = make(tmp_path, recipes[-1])
-        kept = [site for site in [*sites, newest] if site.exists()]
-    assert kept == [sites[0], sites[1], *sites[3:], newest]
+        for age, site in enumerate((oldest, older, last)):
+            os.utime(lock_of(site), (age, age))
+        newest = make(tmp_path, recipes[3])
+        assert [site.exists() for site in (newest, last, older)] == [True, True, False]
+        assert oldest.exists(), "somebody uses it"
     assert not unfinished.exists()
 
 
@@ -291,3 +293,18 @@ def test_a_cache_with_a_colon_in_its_path_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GATE_CACHE", "/a:b")
     with pytest.raises(EnvironmentFailed, match="set GATE_CACHE to another directory"):
         layer.cache_directory()
+
+
+def test_a_layer_that_is_changed_while_this_run_uses_it_is_an_error(
+    index: Path, tmp_path: Path
+) -> None:
+    layers, workdir = Layers(), make_folder(tmp_path)
+    with layers.provide(RECIPE, runner=Runner(), workdir=workdir) as site:
+        edit_in_place(code(site))
+        with (
+            pytest.raises(EnvironmentFailed, match="was changed while it was in use"),
+            layers.provide(RECIPE, runner=Runner(), workdir=workdir),
+        ):
+            pass
+    with layers.provide(RECIPE, runner=Runner(), workdir=workdir) as site:
+        assert code(site).read_text() == "answer = 42\n"

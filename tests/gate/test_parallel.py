@@ -79,6 +79,13 @@ def test_what_needs_more_than_there_is_runs_alone() -> None:
         pass
 
 
+def test_without_any_memory_work_runs_alone() -> None:
+    capacity = Capacity(cores=2, memory=0)
+    need = Need(cores=1, memory=1)
+    with capacity.take(need, Runner()), waiting(capacity, need) as (granted, _):
+        assert not granted.is_set()
+
+
 def test_small_work_does_not_wait_behind_large_work_that_cannot_start() -> None:
     capacity = Capacity(cores=2, memory=10)
     with (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from gate import pipeline
+from gate import pipeline, session
 from gate.errors import GateError
 from gate.machine import PROFILES
 from gate.parallel import Capacity
@@ -104,3 +105,15 @@ def test_a_failure_in_any_share_is_a_failure(
         pipeline.run(options(tmp_path, suite, Target(site=SITE)), Display())
     assert caught.value.exit_code == 1
     assert not list((tmp_path / "evidence").rglob("*.intoto.json"))
+
+
+def test_a_clock_that_jumps_does_not_turn_the_times_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = iter((1000.0, 1061.5))
+    monkeypatch.setattr(session.time, "monotonic", lambda: next(ticks))
+    clock = session._Clock()
+    monkeypatch.setattr(session, "datetime", None)  # whatever the wall clock shows now
+    began, ended = map(datetime.fromisoformat, (clock.started, clock.now()))
+    assert timedelta(seconds=61) <= ended - began <= timedelta(seconds=62)
+    assert began.tzinfo is not None
