@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from gate.errors import UsageFailure, WheelRejected
+from gate.errors import EvidenceRejected, UsageFailure, WheelRejected
 from gate.repository import Repository, demand_version
 from gate.runner import Runner
 
@@ -67,3 +67,28 @@ def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
 def test_a_wheel_of_another_version_is_rejected() -> None:
     with pytest.raises(WheelRejected, match=r"version is 1\.0, the tag is v2\.0"):
         demand_version("v2.0", Version("1.0"))
+
+
+def test_a_release_is_the_clean_head_at_the_tag_of_its_version(repository: Repository) -> None:
+    # However the version is written.
+    for version in ("1.1", "1.1.0"):
+        assert repository.demand_release(Version(version)) == repository.commit()
+    for version, words in (("1.0", "Tag v1.0 is"), ("1.2", "no tag for version 1.2")):
+        with pytest.raises(EvidenceRejected, match=words):
+            repository.demand_release(Version(version))
+
+
+def test_an_annotated_tag_counts(repository: Repository) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.invalid")
+    tag = ("tag", "--annotate", "--message", "release", "v1.2")
+    subprocess.run(["git", "-C", repository.root, *identity, *tag], check=True)
+    assert repository.demand_release(Version("1.2")) == repository.commit()
+
+
+@pytest.mark.parametrize("broken", [".git/index", ".git/HEAD"])
+def test_a_release_from_what_git_cannot_read_is_refused(
+    repository: Repository, broken: str
+) -> None:
+    (repository.root / broken).write_text("broken")
+    with pytest.raises(EvidenceRejected, match=r"cannot tell|is no git checkout"):
+        repository.demand_release(Version("1.1"))
