@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import (
+    ADAM,
+    DTYPES,
+    LAYOUTS,
+    QUANTIZER,
+    Case,
+    cases,
+    cloned,
+    close,
+    content,
+    copied,
+    laid_out,
+    momentum,
+    same_momentum,
+    same_param,
+)
+from emulation import REAL, SMALL, Emulator, kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gefen
+from gefen.codebook import BINS
+from gefen.kernels import launch, packing, reference
+from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
+
+bounded = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+ADAMS = (ADAM, replace(ADAM, weight_decay=0.0), replace(ADAM, eps=0.0, lr=0.5))
+
+
+def plain(blocks: int, period: int) -> Case:
+    """float32 gradients, bfloat16 parameters."""
+    return Case(blocks, period, *DTYPES[:2], *LAYOUTS[:1] * 2, "normal", False, 1)
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Emulator:
+    return Emulator()
+
+
+def test_probe(emulator: Emulator) -> None:
+    assert launch.probe(emulator, "cpu")
+
+
+def test_tables_are_laid_out_as_the_kernels_read_them(emulator: Emulator) -> None:
+    entries = [packing._TASK.size, packing._FACTORS.size, len(packing.codebook(QUANTIZER))]
+    assert [emulator.size(i) for i in range(4)] == [*entries, packing._HEADER.size]
+    real = Emulator(REAL)
+    for driver, geometry in ((emulator, SMALL), (real, REAL)):
+        sizes = [geometry.threads, geometry.warp, geometry.tile, geometry.strip, packing.PANEL]
+        assert [driver.size(i) for i in range(4, 9)] == sizes
+    assert REAL.threads == launch.BLOCK
+
+
+@bounded
+@given(st.lists(cases(), min_size=1, max_size=3), st.sampled_from(ADAMS))
+def test_block_step(emulator: Emulator, drawn: list[Case], adam: object) -> None:
+    mine, theirs, before = [], [], []
+    for case in drawn:
+        task, param, v = momentum(case)
+        mine.append(BlockStep(cloned(param), copied(task), v.clone(), adam))
+        theirs.append(BlockStep(param, task, v, adam))
+        before.append(param.clone())
+    kernels(emulator, processors=2).block_step(mine)
+    reference.block_step(theirs)
+    for actual, expected, old in zip(mine, theirs, before, strict=True):
+        same = same_momentum(actual.momentum, expected.momentum)
+        close(actual.v, expected.v, rtol=2e-6, atol=1e-44)
+        same_param(actual.param, expected.param, old, same)
+
+
+@bounded
+@given(cases(), st.booleans(), st.sampled_from(DTYPES))
+def test_momentum(emulator: Emulator, case: Case, nesterov: bool, dtype: torch.dtype) -> None:
+    task, _, _ = momentum(case)
+    mine, theirs = (torch.full(task.grad.shape, 7.0, dtype=dtype) for _ in range(2))
+    own = copied(task)
+    kernels(emulator).momentum_update([DenseMomentum(own, nesterov, mine)])
+    reference.momentum_update([DenseMomentum(task, nesterov, theirs)])
+    same = same_momentum(own, task)
+    same_param(mine, theirs, torch.zeros_like(mine), same)
+
+
+@bounded
+@given(
+    st.integers(1, 200),
+    st.sampled_from([1, 3, 8, 17, 64, 257, 300, 1030]),
+    st.sampled_from(["row", "all", "one"]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(LAYOUTS[:4]),
+    st.sampled_from(ADAMS),
+    st.sampled_from(["normal", "zeros", "tiny", "huge", "nan"]),
+)
+def test_factored_step(
+    emulator: Emulator,
+    rows: int,
+    columns: int,
+    blocks: str,
+    dtype: torch.dtype,
+    layout: str,
+    adam: object,
+    kind: str,
+) -> None:
+    rows = max(1, min(rows, 12_000 // columns))
+    period = {"row": columns, "all": rows * columns, "one": 1}[blocks]
+    case = plain(rows * columns // period, period)
+    case = replace(case, grad_dtype=dtype, param_dtype=dtype, content=kind, number=rows)
+    task, param, _ = momentum(case)
+    task = replace(task, grad=laid_out(task.grad.view(rows, columns), layout))
+    param = laid_out(param.view(rows, columns), layout)
+    generator = torch.Generator().manual_seed(columns)
+    row, column = (torch.rand(size, generator=generator) for size in (rows, columns))
+    if kind == "zeros":
+        row.zero_()
+    mine, twin = (
+        FactoredStep(cloned(param), copied(task), row.clone(), column.clone(), adam)
+        for _ in range(2)
+    )
+    before = param.clone()
+    kernels(emulator, processors=2).factored_step([mine, twin])
+    reference.factored_step([FactoredStep(param, task, row, column, adam)])
+    same = same_momentum(mine.momentum, task)
+    close(mine.row, row, rtol=2e-6, atol=1e-44)
+    close(mine.column, column, rtol=2e-6, atol=1e-44)
+    same_param(mine.param, param, before, same)
+    assert torch.equal(mine.momentum.index, twin.momentum.index)
+
+
+@bounded
+@given(st.lists(cases(), min_size=1, max_size=3))
+def test_histogram(emulator: Emulator, drawn: list[Case]) -> None:
+    gradients = [(momentum(case)[0].grad, case.period) for case in drawn]
+    mine, theirs = (torch.arange(BINS) for _ in range(2))
+    kernels(emulator, processors=2).histogram(gradients, mine)
+    reference.histogram(gradients, theirs)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("period", [1, 7, 8, 513, 4096, 4097, 33000])
+def test_real_geometry(period: int) -> None:
+    driver = Emulator(REAL)
+    task, param, v = momentum(plain(3, period))
+    mine = BlockStep(param.clone(), copied(task), v.clone(), ADAM)
+    before = param.clone()
+    kernels(driver, REAL).block_step([mine])
+    reference.block_step([BlockStep(param, task, v, ADAM)])
+    same_param(mine.param, param, before, same_momentum(mine.momentum, task))
+    close(mine.v, v, rtol=2e-6)
+    assert driver.launches["peaks"] == (period == 33000)
+
+
+@pytest.mark.parametrize("period", [5, 64, 1023, 3000, 9001])
+def test_results_do_not_depend_on_the_grid(emulator: Emulator, period: int) -> None:
+    """Every sum has a fixed order, whichever block of threads makes it."""
+    results = []
+    for processors in (1, 2, 7):
+        task, param, v = momentum(replace(plain(4, period), grad_layout="strided"))
+        kernels(emulator, processors=processors).block_step([BlockStep(param, task, v, ADAM)])
+        results.append((param, task.index, task.magnitude, v))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_elements_beyond_32_bits(emulator: Emulator) -> None:
+    """The last item of a tensor of 2³³ elements, of which only the last blocks exist."""
+    geometry, period = SMALL, 64
+    span, _ = geometry.cut(period)
+    n, tail = 2**33 + span, span
+    case = Case(
+        tail // period, period, *DTYPES[:2], "contiguous", "contiguous", "normal", False, 1
+    )
+    task, param, v = momentum(case)
+    own, mine, mine_v = copied(task), param.clone(), v.clone()
+    skipped = n - tail
+
+    def shifted(tensor: Tensor, elements: int = skipped) -> int:
+        return tensor.data_ptr() - elements * tensor.element_size()
+
+    entry = packing.Task(
+        (shifted(own.grad), 0, 0, 0, packing.KINDS[own.grad.dtype], 1), n, period, span, 1
+    )
+    entry.param = (shifted(mine), 0, 0, 0, packing.KINDS[mine.dtype], 1)
+    entry.index = shifted(own.index)
+    entry.magnitude = shifted(own.magnitude, skipped // period)
+    entry.v = shifted(mine_v, skipped // period)
+    entry.mix, entry.beta2, entry.eps = 1 - own.beta, ADAM.beta2, ADAM.eps
+    entry.share, entry.root2 = (1 - ADAM.beta2) / period, ADAM.correction2**0.5
+    launch._set_rates(entry, ADAM)
+    book = packing.codebook(QUANTIZER)
+    table = packing.table([entry], [entry.items], book.data_ptr())
+    memory = torch.frombuffer(bytearray(table), dtype=torch.int64)
+    emulator.run("block_step", entry.items - 1, entry.items, memory, entry.items)
+    before = param.clone()
+    reference.block_step([BlockStep(param, task, v, ADAM)])
+    same_param(mine, param, before, same_momentum(own, task))
+    close(mine_v, v, rtol=2e-6)
+
+
+def test_double_precision_and_empty_tensors(emulator: Emulator) -> None:
+    backend = kernels(emulator)
+    task, param, v = momentum(plain(4, 32))
+    wide = replace(task, grad=task.grad.double(), dtype=torch.float64)
+    mine, theirs = (BlockStep(param.double(), copied(wide), v.clone(), ADAM) for _ in range(2))
+    none = replace(task, grad=torch.empty(0), index=task.index[:0], magnitude=v[:0], period=1)
+    before = emulator.launches.total()
+    backend.block_step([mine, BlockStep(torch.empty(0), none, v[:0], ADAM)])
+    assert emulator.launches.total() == before
+    reference.block_step([theirs])
+    assert torch.equal(mine.param, theirs.param)
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    backend.histogram([(wide.grad, 32), (torch.empty(0), 1)], counts)
+    assert counts.sum() == wide.grad.numel()
+
+
+def trained(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], dtype: torch.dtype, steps: int = 4
+) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40,), (33, 7), (3,), (1500,), (16, 64), (9001,)]
+    params = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    optimizer = make(params)
+    for _ in range(steps):
+        for param in params:
+            values = content("normal", param.numel(), generator).to(dtype)
+            param.grad = values.view(param.shape)
+        optimizer.step()
+    return params, optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "factored": lambda params: gefen.Gefen(params, weight_decay=0.1),
+    "block": lambda params: gefen.Gefen(params, factored_v_2d=False),
+    "stochastic": lambda params: gefen.Gefen(params, stochastic_round=True),
+    "refreshed": lambda params: gefen.Gefen(params, codebook_refresh_every=2),
+    "muon": lambda params: gefen.GefenMuon([p for p in params if p.dim() == 2], batched_ns=True),
+    "hybrid": lambda params: gefen.GefenMuonHybrid(
+        [("hidden.0", params[0]), ("hidden.1", params[5])],
+        [(f"other.{i}", p) for i, p in enumerate(params) if i not in (0, 5)],
+        lr=1e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trajectories_equal_the_reference(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    expected, _ = trained(OPTIMIZERS[name], dtype)
+    before = Counter(emulator.launches)
+    monkeypatch.setattr("gefen.kernels._backend", lambda device, fused: kernels(emulator))
+    actual, _ = trained(OPTIMIZERS[name], dtype)
+    assert emulator.launches - before
+    unit = torch.finfo(dtype).eps
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=8 * unit, atol=1e-5)
+
+
+def test_a_step_of_many_parameters_is_a_handful_of_launches(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gefen.kernels._backend", lambda device, fused: kernels(emulator))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 16), (16,)] * 149 + [(9001,), (3, 9001)]
+    params = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    optimizer = gefen.Gefen(params)
+    counts = []
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        before = Counter(emulator.launches)
+        optimizer.step()
+        counts.append(emulator.launches - before)
+    assert len(params) == 300
+    once = ["block_step", "factor_sums", "factor_means", "factor_roots", "factored_step"]
+    assert set(counts[1]) - {"peaks"} == set(once)
+    assert counts[1].total() <= 7
+    assert counts[0] - counts[1] == Counter(["histogram"])
