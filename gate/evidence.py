@@ -21,7 +21,7 @@ from gate import signature
 from gate.archive import printable
 from gate.errors import EnvironmentFailed, EvidenceRejected, GateError, UsageFailure
 from gate.runner import Runner
-from gate.statement import BadStatement, Statement, descriptor, document, parse
+from gate.statement import BadSignature, BadStatement, Statement, descriptor, document, parse
 from gate.wheels import Wheel, sha256_of
 
 FOLDER = "statements"
@@ -340,20 +340,28 @@ def _verify(wheels: Sequence[Path | Wheel], evidence: Path, demands: _Demands) -
     folder = _read_folder(evidence)
     verified: list[Verified] = []
     findings: list[str] = []
+    steps: list[str] = []
     for wheel in wheels:
         path = wheel.path if isinstance(wheel, Wheel) else wheel
         try:
             verified.append(_verified(wheel, folder, demands))
         except BadStatement as error:
             findings.append(printable(f"{path.name}: {error.reason}"))
+            steps.append(_next_step(path, error))
     if findings:
         raise EvidenceRejected(
             f"evidence in {evidence} does not cover {len(findings)} of {len(wheels)} wheels",
             findings=findings,
-            next_step="gate these bytes: python -m gate run --wheel "
-            + shlex.quote(str(wheels[0].path if isinstance(wheels[0], Wheel) else wheels[0])),
+            next_step=steps[0],
         )
     return verified
+
+
+def _next_step(wheel: Path, error: BadStatement) -> str:
+    name = shlex.quote(str(wheel))
+    if isinstance(error, BadSignature):
+        return f"have its statements signed: python -m gate sign {name} --key KEY"
+    return f"gate these bytes: python -m gate run --wheel {name}"
 
 
 def _read_folder(evidence: Path) -> _Folder:
@@ -400,7 +408,7 @@ def _verified(wheel: Path | Wheel, folder: _Folder, demands: _Demands) -> Verifi
     covered = {statement.profile for statement in holding}
     missing = [profile for profile in demands.require if profile not in covered]
     if missing or not holding:
-        raise BadStatement(_not_covered(mine, fresh, missing, demands))
+        raise _not_covered(mine, fresh, missing, demands)
     return Verified(path=path, filename=mine[0].filename, sha256=digest, statements=tuple(holding))
 
 
@@ -411,11 +419,11 @@ def _signed_by(statement: Statement, demands: _Demands) -> tuple[str, ...]:
     try:
         data = _bytes_of(path, _MAX_SIGNATURE_BYTES)
     except BadStatement as error:
-        raise BadStatement(f"{path.name} {error.reason}") from error
+        raise BadSignature(f"{path.name} {error.reason}") from error
     try:
         return demands.signed_by(statement.data, data)
-    except BadStatement as error:
-        raise BadStatement(f"{statement.path.name} {error.reason}") from error
+    except BadSignature as error:
+        raise BadSignature(f"{statement.path.name} {error.reason}") from error
 
 
 def _none_found(folder: _Folder, names: Sequence[str], digest: str) -> str:
@@ -436,7 +444,7 @@ def _not_covered(
     fresh: Sequence[Statement],
     missing: Sequence[str],
     demands: _Demands,
-) -> str:
+) -> BadStatement:
     needed = missing or sorted({statement.profile for statement in mine})
     reasons = []
     if absent := [p for p in needed if not any(s.profile == p for s in mine)]:
@@ -445,11 +453,13 @@ def _not_covered(
     current = {statement.profile for statement in fresh}
     if old := [p for p in needed if p not in current and p not in absent]:
         reasons.append(f"stale for profile {', '.join(old)}: the tests changed since")
+    if reasons:
+        return BadStatement("; ".join(reasons))
     for statement in fresh:
         if statement.profile in needed and not demands.meets(statement):
             wanted = f"{' or '.join(demands.signers)} must sign it"
             reasons.append(f"profile {statement.profile} is {statement.signature()}; {wanted}")
-    return "; ".join(reasons)
+    return BadSignature("; ".join(reasons))
 
 
 def _problems(statement: Statement, evidence: Path, names: Sequence[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from gate.errors import EnvironmentFailed, UsageFailure
 from gate.repository import ROOT
 from gate.runner import Outcome, Runner
 from gate.scratch import scratch
-from gate.statement import BadStatement
+from gate.statement import BadSignature
 
 SUFFIX = ".sig"
 ALLOWED = ROOT / "ci" / "allowed_signers"
@@ -51,7 +51,7 @@ def sign(message: bytes, *, key: Path, allowed: Path, runner: Runner) -> bytes:
         signature = file.with_name(file.name + SUFFIX).read_bytes()
     try:
         signers(message, signature, allowed, runner)
-    except BadStatement as error:
+    except BadSignature as error:
         raise UsageFailure(
             f"What {key} signs would not be accepted: it {error.reason}.",
             next_step=f'add a line to {allowed}: NAME namespaces="{NAMESPACE}" PUBLIC-KEY',
@@ -63,7 +63,7 @@ def signers(message: bytes, signature: bytes, allowed: Path, runner: Runner) -> 
     """The names, in the file of allowed signers, of whoever signed exactly this message.
 
     Raises:
-        BadStatement: the signature is broken, of something else, or by nobody allowed today.
+        BadSignature: the signature is broken, of something else, or by nobody allowed today.
         EnvironmentFailed: ssh-keygen is missing.
     """
     with _scratch(message=message, signature=signature) as folder:
@@ -79,10 +79,10 @@ def signers(message: bytes, signature: bytes, allowed: Path, runner: Runner) -> 
             runner, folder, "check-novalidate", *files[:2], *purpose, stdin=folder / "message"
         )
         if not valid.ok:
-            raise BadStatement(f"has a signature that does not fit it ({_first_line(valid)})")
+            raise BadSignature(f"has a signature that does not fit it ({_first_line(valid)})")
         said = [_first_line(outcome) for outcome in (*tried.values(), found)]
         who = _first_line(valid).partition(" with ")[2]
-        raise BadStatement(
+        raise BadSignature(
             f"is signed with {who}, which {allowed.name} does not allow ({said[0]})"
         )
 

@@ -39,6 +39,10 @@ class BadStatement(Exception):
         super().__init__(reason)
 
 
+class BadSignature(BadStatement):
+    """A signature is missing, or does not count."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Statement:
     """All tests of a suite passed against a wheel.

@@ -13,7 +13,7 @@ from gate import regressions, signature
 from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure
 from gate.evidence import revoke, sign_statements, suite_digest, verify
 from gate.runner import Runner
-from gate.statement import BadStatement
+from gate.statement import BadSignature
 from gate.wheels import Wheel
 from tests.gate.conftest import SITE, Gate, MakeSuite, mini_wheel
 from tests.gate.statements import ENVIRONMENT, OTHER_SUITE, SUITE, write_statement
@@ -65,7 +65,7 @@ def signers(message: bytes, signed: bytes, allowed: Path) -> tuple[str, ...]:
 
 
 def reason(message: bytes, signed: bytes, allowed: Path) -> str:
-    with pytest.raises(BadStatement) as caught:
+    with pytest.raises(BadSignature) as caught:
         signers(message, signed, allowed)
     return caught.value.reason
 
@@ -207,6 +207,7 @@ def test_only_the_signatures_asked_for_count(
     assert signed_by(evidence, wheel, allowed, bob, ada) == ["cpu signed by ada@example.org"]
     why = refusal(evidence, wheel, allowed, bob)
     assert "profile cpu is signed by ada@example.org; bob@example.org must sign it" in why
+    assert "next:  have its statements signed: python -m gate sign " in why
     write_statement(evidence, wheel, profile="gpu")
     why = refusal(evidence, wheel, allowed, ada, bob, require=["cpu", "gpu"])
     assert "profile gpu is unsigned; ada@example.org or bob@example.org must sign it" in why
