@@ -42,6 +42,14 @@ CPU_PROCESS_BYTES = 2**30
 GPU_PROCESS_BYTES = 4 * 2**30
 TAMPERS = "code of the package changes the tests or their results"
 PREFIX = "tests/regression/"
+CANARY = '''\
+import {package}
+
+
+def {name}():
+    """Fails on purpose, so that the gate knows that failures are seen."""
+    assert {package} is None
+'''
 PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
 PYTEST_INI = """\
 [pytest]
@@ -192,7 +200,7 @@ def collect(
 def _canary(subject: Subject, suite: Path) -> Iterator[str]:
     """A test that must fail, under a name of its own each time, while the body runs."""
     name = f"test_must_fail_{uuid.uuid4().hex}"
-    text = f"import {subject.package}\n\n\ndef {name}():\n    assert {subject.package} is None\n"
+    text = CANARY.format(name=name, package=subject.package)
     (suite / f"{name}.py").write_text(text)
     try:
         yield name

@@ -45,7 +45,7 @@ def wrong_sign_of_the_learning_rate(package: Package) -> None:
     package.on_step(f"{WRONG_SIGN}return result")
 
 
-@caught(f"{TRAJECTORY}[case0]: failed: ", "after step 7", tests=(TRAJECTORY, LOCAL))
+@caught(f"{TRAJECTORY}[gefen_factored_fp32]: failed: ", "after step 7", tests=(TRAJECTORY, LOCAL))
 def nan_after_step_3(package: Package) -> None:
     package.on_step(
         "result = inner(self, *args, **kwargs)\n"
