@@ -436,3 +436,17 @@ def test_parameters_come_and_go() -> None:
     step(net, optimizer, 1)
     assert not torch.equal(frozen, before)
     assert optimizer.state[frozen]["step"] == 2
+
+
+def test_inference_mode_is_refused() -> None:
+    """State made there could never be changed again."""
+    net = model()
+    optimizer = OPTIMIZERS["gefen"](net)
+    step(net, optimizer, 0)
+    before = snapshot(net, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.inference_mode():
+        for call in (optimizer.step, lambda: optimizer.load_state_dict(saved)):
+            with pytest.raises(InvalidArgumentError, match="inference_mode"):
+                call()
+    assert snapshot(net, optimizer) == before

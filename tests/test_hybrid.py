@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from typing import Any
@@ -363,3 +364,34 @@ def test_what_is_not_available_is_refused(backup: str) -> None:
     for name in ("fp8_ns", "capturable"):
         with pytest.raises(UnsupportedFeatureError, match=f"{name}=True is not available"):
             GefenMuonHybrid(net(), lr=0.1, backup_optimizer=backup, **{name: True})
+
+
+@BACKUPS
+def test_state_that_is_replaced_is_forgotten(backup: str) -> None:
+    """A way to start over that works with torch's optimizers."""
+    model = net()
+    hybrid = GefenMuonHybrid(model, lr=0.1, backup_optimizer=backup)
+    give_gradients(model, 0)
+    hybrid.step()
+    hybrid.state = collections.defaultdict(dict)
+    hybrid.step()
+    assert {int(entry["step"]) for entry in hybrid.state.values()} == {1}
+    assert len(hybrid.state) == 6
+    assert all(entry["step"] == 1 for entry in hybrid.state_dict()["state"].values())
+
+
+@BACKUPS
+def test_groups_that_are_replaced_are_refused(backup: str) -> None:
+    """Their settings would have no effect."""
+    model = net()
+    hybrid = GefenMuonHybrid(model, lr=0.1, backup_optimizer=backup)
+    give_gradients(model, 0)
+    kept = hybrid.param_groups
+    hybrid.param_groups = [dict(group) for group in kept]
+    before = bytes_of(model.state_dict())
+    for call in (hybrid.step, hybrid.state_dict, lambda: hybrid.load_state_dict({})):
+        with pytest.raises(InvalidArgumentError, match="param_groups"):
+            call()
+    assert bytes_of(model.state_dict()) == before
+    hybrid.param_groups = kept
+    hybrid.step()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gefen import hyperparameters as check
-from gefen.base import Half, gradients
+from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
-from gefen.parameters import Slot, check_parameter
+from gefen.half import Half
+from gefen.parameters import Slot
 from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
 
 
@@ -51,7 +52,8 @@ class BackupAdamW(Half, torch.optim.AdamW):
     def _collect(self) -> list[Slot]:
         for group in self.param_groups:
             self._resumed(group)
-        return [self._unchanged(slot, grad) for slot, grad in gradients(self.param_groups, _check)]
+        pairs = gradients(self.param_groups, self._check)
+        return [self._unchanged(slot, grad) for slot, grad in pairs]
 
     def _unchanged(self, slot: Slot, grad: Tensor) -> Slot:
         """The slot, once torch's step is known not to fail halfway on it."""
@@ -110,7 +112,3 @@ class BackupAdamW(Half, torch.optim.AdamW):
             },
             {EXP_AVG: param, EXP_AVG_SQ: param},
         )
-
-
-def _check(slot: Slot) -> None:
-    check_parameter(slot.param, slot.name)

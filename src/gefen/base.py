@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen.checkpoint import CheckpointedOptimizer
+from gefen.checkpoint import CheckpointedOptimizer, forbid_inference
 from gefen.codebook import Quantizer, blank, is_blank
 from gefen.errors import InvalidArgumentError
+from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
 from gefen.kernels.tasks import Momentum
 from gefen.momentum import histogram, learn_from, reencode
@@ -21,8 +22,6 @@ from gefen.parameters import (
     Slot,
     check_distinct,
     check_gradient,
-    check_parameter,
-    local,
     named,
     slots,
 )
@@ -36,12 +35,11 @@ from gefen.state import (
     SHARED,
     STEP,
     Entry,
-    Spec,
     check_unchanged,
 )
 
 if TYPE_CHECKING:
-    from gefen.distributed.stepping import StepFailure
+    pass
 
 logger = logging.getLogger("gefen")
 
@@ -72,51 +70,6 @@ class Plan:
     """What each parameter's state lacks."""
     codebook: Tensor | None = None
     """Learned in this step, on the CPU."""
-
-
-class Half:
-    """What a sharded step and a checkpoint ask of an optimizer: here, one that shares nothing.
-
-    Its parameters may be DTensors; each rank then steps its own shard.
-    """
-
-    _owners: Mapping[Tensor, int] = {}
-    """Places in their groups of the ranks that alone hold a parameter's momentum."""
-
-    def _view(self, slot: Slot) -> Tensor:
-        return local(slot.param)
-
-    def _gathered(self) -> dict[Tensor, Entry]:
-        return {}
-
-    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-        return entries
-
-    def _loaded(self) -> None:
-        pass
-
-    def _sharded_mode(self, slot: Slot) -> str:
-        """How ranks step a parameter that they share."""
-        return "local"
-
-    def _facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks, besides parameters and settings."""
-        return {"optimizer": type(self).__name__}
-
-    def _wants_survey(self) -> bool:
-        """Whether the next step needs a histogram of the gradients of all ranks."""
-        return False
-
-    def _survey(self, plan: Any, failure: StepFailure, first: bool) -> Tensor | None:
-        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on.
-
-        first: whether this rank counts what all ranks have.
-        """
-        return None
-
-    def _surveyed(self, plan: Any, counts: Tensor) -> Any:
-        """The plan, knowing the histogram of all ranks."""
-        return plan
 
 
 class QuantisedOptimizer(Half, CheckpointedOptimizer):
@@ -190,10 +143,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         where ranks share parameters, all that could wait on each other raise the same error.
         """
         return stepped(self, closure)
-
-    def _check(self, slot: Slot) -> None:
-        """Raise where the parameter cannot be optimized."""
-        check_parameter(slot.param, slot.name)
 
     def _collect(self) -> list[Work]:
         """Every parameter with a gradient, all of it validated."""
@@ -351,10 +300,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         """Second moments that ``entry`` lacks."""
         raise NotImplementedError
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        """What the state of ``param`` must hold."""
-        raise NotImplementedError
-
     def _update(self, works: list[Work]) -> None:
         """Update parameters and state; none is empty and all state is in place."""
         raise NotImplementedError
@@ -372,6 +317,7 @@ def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None)
 
 
 def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
+    forbid_inference("step()")
     halves: Sequence[Any] = optimizer._halves()
     with forgotten_on_failure(optimizer):
         agreement = optimizer._agreement()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gefen.codebook import is_blank
-from gefen.errors import CheckpointError, GefenError
+from gefen.errors import CheckpointError, GefenError, InvalidArgumentError
+from gefen.half import Half
 from gefen.parameters import Slot, slots
 from gefen.state import (
     CODEBOOK,
@@ -26,7 +27,6 @@ from gefen.state import (
     SHARED,
     STEP,
     Entry,
-    Spec,
     disagreement,
     impossible,
 )
@@ -38,34 +38,19 @@ OWN = ("params", "param_names", "sharded_mode")
 """Group keys that a load does not replace: the mode is the run's, not the state's."""
 
 
-class Saved(Protocol):
-    """An optimizer, or one of the two inside a hybrid, as a checkpoint sees it."""
-
-    param_groups: list[dict[str, Any]]
-
-    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved group's settings in canonical form; :class:`InvalidArgumentError` if bad."""
-
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        """What ``entry`` must hold, complete."""
-
-    def _view(self, slot: Slot) -> Tensor:
-        """What it sees of a parameter: all of it, or this rank's shard."""
-
-    def _gathered(self) -> dict[Tensor, Entry]:
-        """Complete entries of the parameters whose state other ranks hold. Collective."""
-
-    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-        """What this rank holds of complete entries that are loaded."""
-
-    def _loaded(self) -> None:
-        """Forget what belonged to the state before a load."""
+def forbid_inference(what: str) -> None:
+    """Raise where state would be made that no later step could change."""
+    if torch.is_inference_mode_enabled():
+        raise InvalidArgumentError(
+            f"Invalid {what} under torch.inference_mode(): its tensors cannot be changed later; "
+            "use torch.no_grad()"
+        )
 
 
 class CheckpointedOptimizer(torch.optim.Optimizer):
-    """Saving and loading for optimizers made of one or more :class:`Saved`."""
+    """Saving and loading for optimizers made of one or more :class:`Half`."""
 
-    def _halves(self) -> Sequence[Saved]:
+    def _halves(self) -> Sequence[Half]:
         raise NotImplementedError
 
     _joint: Agreement | None = None
@@ -116,6 +101,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         state fits, as gradients can lead to it, negative magnitudes or second moments do not.
         Hooks get a copy of ``state_dict``, and one that raises changes nothing either.
         """
+        forbid_inference("load_state_dict()")
         given = _containers(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, given)
@@ -209,7 +195,7 @@ def _keep_rates(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) ->
 
 
 def _read(
-    saved: Any, groups: list[dict[str, Any]], halves: Sequence[Saved]
+    saved: Any, groups: list[dict[str, Any]], halves: Sequence[Half]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Entry]]:
     """Validate a state dict; return a copy of each group's settings and each entry."""
     saved_groups, saved_state = _outline(saved, groups)
@@ -279,7 +265,7 @@ def _check_group(number: int, group: Any) -> None:
 
 
 def _settings(
-    half: Saved, number: int, group: dict[str, Any], saved: dict[str, Any]
+    half: Half, number: int, group: dict[str, Any], saved: dict[str, Any]
 ) -> dict[str, Any]:
     names, saved_names = group.get("param_names"), saved.get("param_names")
     if names and saved_names and list(names) != list(saved_names):
@@ -296,7 +282,7 @@ def _settings(
     return copy.deepcopy(extra | chosen)
 
 
-def _entry(half: Saved, slot: Slot, saved: Any) -> Entry:
+def _entry(half: Half, slot: Slot, saved: Any) -> Entry:
     """The saved entry of a parameter; empty where that had taken no step."""
     if not isinstance(saved, Mapping):
         _refuse(f"the state of parameter {slot.name!r} is no dict")

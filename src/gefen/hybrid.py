@@ -43,7 +43,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     ``backup_1d_period_one``, ``backup_2d_period_one`` and ``no_decay_substrings`` (parts of
     names that get no weight decay) are the backup's; the rest are those of
     :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
-    "adamw".
+    "adamw" (torch's, whose state has the parameters' dtypes).
 
     ``param_groups`` and ``state`` are those of both halves: schedulers, GradScaler and hooks
     treat this as one optimizer. A scheduler that cycles momentum moves Muon's alone.
@@ -95,17 +95,16 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         no_decay = check.strings("no_decay_substrings", no_decay_substrings)
         muon, backup = _routed(muon_named_params, backup_named_params, self._backup_substrings)
         self._make_muon, self._make_backup = _muon_maker(given), _backup_maker(given)
-        # What Optimizer.__init__ does too, without insisting on groups of its own.
-        super().__setstate__(
-            {
-                "defaults": {"lr": lr, "weight_decay": weight_decay, "momentum": momentum},
-                "state": defaultdict(dict),
-                "param_groups": [],
-            }
-        )
+        self._begin({key: given[key] for key in ("lr", "weight_decay", "momentum")})
         self.muon = self._make_muon(muon) if muon else None
         self.backup = self._make_backup(_by_decay(backup, no_decay)) if backup else None
         self._adopt()
+
+    def _begin(self, defaults: dict[str, Any]) -> None:
+        """Do what Optimizer.__init__ does, without insisting on groups of its own."""
+        super().__setstate__(
+            {"defaults": defaults, "state": defaultdict(dict), "param_groups": []}
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
@@ -158,11 +157,24 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         return self._joint_agreement()
 
     def _halves(self) -> list[Any]:
+        """Both halves, with this optimizer's state and groups, also where code has put others."""
+        halves = self._made()
+        for half in halves:
+            half.state = self.state
+        held = {id(group) for half in halves for group in half.param_groups}
+        if held != {id(group) for group in self.param_groups}:
+            raise InvalidArgumentError(
+                "Invalid param_groups: other groups were put in place of a hybrid's own; change "
+                "their settings in place, or add some by add_param_group()"
+            )
+        return halves
+
+    def _made(self) -> list[Any]:
         return [half for half in (self.muon, self.backup) if half is not None]
 
     def _adopt(self) -> None:
         """Make groups and state of both halves this optimizer's, as the very same objects."""
-        for half in self._halves():
+        for half in self._made():
             half.state = self.state
             for group in half.param_groups:
                 if not any(group is known for known in self.param_groups):
@@ -229,8 +241,10 @@ def _maker(kind: Any, checks: dict[str, check.Check], given: dict[str, Any]) -> 
 
 def _by_decay(params: NamedParams, no_decay: tuple[str, ...]) -> list[dict[str, Any]]:
     """One group of parameters with the default weight decay, one without any."""
-    exempt = [pair for pair in params if any(part in pair[0] for part in no_decay)]
-    rest = [pair for pair in params if pair not in exempt]
+    rest: NamedParams = []
+    exempt: NamedParams = []
+    for name, param in params:
+        (exempt if any(part in name for part in no_decay) else rest).append((name, param))
     groups: list[dict[str, Any]] = [{"params": rest}, {"params": exempt, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

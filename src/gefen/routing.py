@@ -65,13 +65,7 @@ def validate_split(
     """
     muon = _pairs(muon_named_params, "muon_named_params")
     backup = _pairs(backup_named_params, "backup_named_params")
-    in_muon = {id(param): name for name, param in muon}
-    for name, param in backup:
-        if id(param) in in_muon:
-            raise InvalidArgumentError(
-                f"Parameter {name!r} is in both halves (as {in_muon[id(param)]!r} in Muon's): it "
-                "would be stepped twice; leave it in one"
-            )
+    _check_apart(muon, backup)
     for name, param in muon + backup:
         check_parameter(param, name)
     check_distinct(Slot({}, param, name, i) for i, (name, param) in enumerate(muon + backup))
@@ -81,15 +75,29 @@ def validate_split(
                 f"Parameter {name!r} has shape {tuple(param.shape)}: Muon takes matrices only; "
                 "move it to the backup half"
             )
-    found = {id(param) for _, param in muon + backup}
     if model is not None:
-        for name, param in model.named_parameters():
-            if param.requires_grad and id(param) not in found:
-                raise InvalidArgumentError(
-                    f"Parameter {name!r} is trainable but in neither half: it would never be "
-                    "stepped; add it to one or set requires_grad=False"
-                )
+        _check_complete(model, muon + backup)
     return muon, backup
+
+
+def _check_apart(muon: NamedParams, backup: NamedParams) -> None:
+    in_muon = {id(param): name for name, param in muon}
+    for name, param in backup:
+        if id(param) in in_muon:
+            raise InvalidArgumentError(
+                f"Parameter {name!r} is in both halves (as {in_muon[id(param)]!r} in Muon's): it "
+                "would be stepped twice; leave it in one"
+            )
+
+
+def _check_complete(model: nn.Module, pairs: NamedParams) -> None:
+    found = {id(param) for _, param in pairs}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in found:
+            raise InvalidArgumentError(
+                f"Parameter {name!r} is trainable but in neither half: it would never be "
+                "stepped; add it to one or set requires_grad=False"
+            )
 
 
 def _pairs(params: Iterable[Any], argument: str) -> NamedParams:

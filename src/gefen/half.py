@@ -1,0 +1,77 @@
+"""One optimizer as steps and checkpoints see it: a whole one, or a half of a hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gefen.parameters import Slot, check_parameter, local
+from gefen.state import Entry, Spec
+
+if TYPE_CHECKING:
+    from gefen.distributed.stepping import StepFailure
+
+
+class Half:
+    """What steps and checkpoints ask of an optimizer, or of one of the two in a hybrid.
+
+    Here, of one that shares nothing: its parameters may be DTensors, but each rank then steps its
+    own shard.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    _owners: Mapping[Tensor, int] = {}
+    """Places in their groups of the ranks that alone hold a parameter's momentum."""
+
+    def _check(self, slot: Slot) -> None:
+        """Raise where the parameter cannot be optimized."""
+        check_parameter(slot.param, slot.name)
+
+    def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's settings in canonical form; :class:`InvalidArgumentError` if bad."""
+        raise NotImplementedError
+
+    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+        """What ``entry``, the state of ``param``, must hold, complete."""
+        raise NotImplementedError
+
+    def _view(self, slot: Slot) -> Tensor:
+        """What it sees of a parameter: all of it, or this rank's shard."""
+        return local(slot.param)
+
+    def _gathered(self) -> dict[Tensor, Entry]:
+        """Complete entries of the parameters whose state other ranks hold. Collective."""
+        return {}
+
+    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
+        """What this rank holds of complete entries that are loaded."""
+        return entries
+
+    def _loaded(self) -> None:
+        """Forget what belonged to the state before a load."""
+
+    def _sharded_mode(self, slot: Slot) -> str:
+        """How ranks step a parameter that they share."""
+        return "local"
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks, besides parameters and settings."""
+        return {"optimizer": type(self).__name__}
+
+    def _wants_survey(self) -> bool:
+        """Whether the next step needs a histogram of the gradients of all ranks."""
+        return False
+
+    def _survey(self, plan: Any, failure: StepFailure, first: bool) -> Tensor | None:
+        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on.
+
+        first: whether this rank counts what all ranks have.
+        """
+        return None
+
+    def _surveyed(self, plan: Any, counts: Tensor) -> Any:
+        """The plan, knowing the histogram of all ranks."""
+        return plan
