@@ -261,7 +261,7 @@ def _manifest(layer: Path) -> Path:
 @contextmanager
 def _locked(layer: Path, kind: int, runner: Runner) -> Iterator[None]:
     """Share a layer or have it alone; the lock of a dead gate is free."""
-    with _lock(layer).open("a") as file:
+    with _lock(layer).open("a+") as file:
         for attempt in range(sys.maxsize):
             try:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)

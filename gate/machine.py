@@ -108,7 +108,7 @@ class Machine:
         if variable is None:
             return [str(index) for index in range(count)]
         entries = [entry.strip() for entry in variable.split(",")][:count]
-        return entries if len(set(entries)) == count else []
+        return entries if len(set(entries)) == count and all(entries) else []
 
     def worlds(self, profile: Profile) -> tuple[int, ...]:
         """Return the world sizes of ``profile`` that the GPUs suffice for: one GPU a rank."""

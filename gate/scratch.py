@@ -87,7 +87,8 @@ def _locked_folder(purpose: str) -> tuple[Path, int]:
         except BaseException:
             folder.rmdir()
             raise
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):  # without locks, as on some network disks, nothing is swept
+            fcntl.flock(handle, fcntl.LOCK_EX)
         # Another gate may have taken it for abandoned just before it was locked.
         if os.fstat(handle).st_nlink:
             return folder, handle

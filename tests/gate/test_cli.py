@@ -8,6 +8,7 @@ import os
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,12 @@ def test_help_tells_everything(gate: Gate, command: list[str], flag: str) -> Non
         (["--timeout", "nan"], "--timeout"),
         (["--torch", "numpy"], "--torch"),
         (["--torch", ""], "--torch"),
+        (["--torch", "--help"], "--torch"),
+        (["--torch", "2.13.0", "--torch", "new"], "--torch 'new'"),
+        (["--environment"], "--environment"),
+        (["--environment", "--help"], "--environment '--help'"),
+        (["--environment", "nowhere"], "known are floor, newest, all"),
+        (["--environment", "all", "--site", "."], "--site"),
         (["--evidence", "--fresh"], "--evidence"),
         (["--nonsense"], "--nonsense"),
         (["--python", "absent"], "--python"),
@@ -160,6 +167,33 @@ def test_verify_accepts_and_rejects(gate: Gate, tmp_path: Path) -> None:
     assert gate(*arguments).returncode == 5
     assert gate("inspect", wheel).returncode == 4
     assert gate("run", "--wheel", wheel).returncode == 4
+
+
+def test_the_version_is_the_commit(gate: Gate) -> None:
+    done = gate("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("gate of ")
+
+
+PLATFORM = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: false\nTag: {tag}\n"
+
+
+@pytest.mark.parametrize(
+    ("wheel", "status", "words"),
+    [
+        ({"tag": "cp27-cp27m-win32", "wheel": PLATFORM}, 4, "not a supported wheel"),
+        ({"code": b"import sys; sys.exit(0)\n"}, 1, "mini cannot be imported"),
+    ],
+    ids=["install", "identity"],
+)
+def test_what_fails_between_audit_and_tests(
+    wheel: dict[str, Any], status: int, words: str, gate: Gate, tmp_path: Path
+) -> None:
+    options = ("--profile", "cpu", "--site", SITE, "--evidence", tmp_path / "evidence")
+    done = gate("run", "--wheel", mini_wheel(tmp_path, **wheel), *options)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr
+    assert "FAILED" in done.stderr
 
 
 def test_a_machine_without_gpu_exits_3(gate: Gate, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_the_real_probe_reports_a_broken_gloo(environment: Environment) -> None:
         ("0,0", []),
         ("1", []),
         ("", []),
+        ("1, ", []),
     ],
 )
 def test_gpus_are_told_apart_as_cuda_does(variable: str | None, tokens: list[str]) -> None:

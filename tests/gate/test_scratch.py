@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -95,6 +96,19 @@ def test_a_folder_that_was_taken_for_abandoned_is_replaced(
     with scratch("wheels") as folder:
         assert folder.exists()
         assert folder != taken[0]
+
+
+def test_where_folders_cannot_be_locked_nothing_is_swept(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_handle: int, _kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with scratch("wheels") as folder:
+        sweep()
+        assert folder.exists()
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a:b", "a\nb"])
