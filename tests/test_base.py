@@ -127,6 +127,20 @@ def test_bad_settings_in_groups() -> None:
         assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_lost_setting_is_named(kind: str) -> None:
+    net = model()
+    optimizer = OPTIMIZERS[kind](net)
+    step(net, optimizer, 0)
+    before = snapshot(net, optimizer)
+    for name in ("lr", "weight_decay", "eps"):
+        kept = optimizer.param_groups[0].pop(name)
+        with pytest.raises(InvalidArgumentError, match=f"no setting '{name}'"):
+            optimizer.step()
+        optimizer.param_groups[0][name] = kept
+    assert snapshot(net, optimizer) == before
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 def test_zero_gradients_move_nothing_but_decay(zeros: bool) -> None:
     """Also where they are the very first and no codebook can be learned from them."""

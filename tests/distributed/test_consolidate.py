@@ -222,3 +222,53 @@ def resume_hybrid(rank: int, world: int, mode: str, backup: str) -> None:
 @pytest.mark.parametrize("mode", ["exact", "distributed"])
 def test_a_hybrids_checkpoint_continues_bitwise(ranks: RankPool, mode: str, backup: str) -> None:
     ranks.run(resume_hybrid, 2, mode, backup)
+
+
+def whole_averages(rank: int, world: int) -> str:
+    """AdamW's averages of sharded parameters are sharded; those of plain ones do not fit."""
+    place = layout("rows", world)
+    params = parameters(place)
+    pairs = list(params.items())
+    optimizer = GefenMuonHybrid(pairs[:3], pairs[3:], lr=0.02, backup_optimizer="adamw")
+    train(optimizer, params, place, range(1, 2))
+    saved = optimizer.state_dict()
+    before = contents(optimizer, params)
+    optimizer.load_state_dict(saved)
+    assert same(before, contents(optimizer, params))
+    entry = dict(saved["state"][4])
+    entry["exp_avg"] = entry["exp_avg"].full_tensor()
+    told = ""
+    try:
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], 4: entry}})
+    except CheckpointError as error:
+        told = str(error)
+    assert same(before, contents(optimizer, params))
+    train(optimizer, params, place, range(2, 4))
+    return told
+
+
+def test_plain_averages_of_sharded_parameters_are_refused(ranks: RankPool) -> None:
+    for told in ranks.run(whole_averages, 2):
+        assert "exp_avg is of type Tensor, expected a DTensor" in told
+
+
+def hooked_save(rank: int, world: int) -> list[list[str]]:
+    """Keys of each entry that a hook sees, and that are saved."""
+    place = layout("rows", world)
+    params = parameters(place)
+    optimizer = GefenMuon(params.items(), sharded_mode="distributed")
+    train(optimizer, params, place, range(1, 2))
+    seen: list[list[str]] = []
+
+    def look(_: Any, saved: dict[str, Any]) -> None:
+        seen.extend(sorted(entry) for entry in saved["state"].values())
+
+    optimizer.register_state_dict_post_hook(look)
+    assert [sorted(entry) for entry in optimizer.state_dict()["state"].values()] == seen
+    return seen
+
+
+def test_save_hooks_see_the_state_of_all_owners(ranks: RankPool) -> None:
+    for seen in ranks.run(hooked_save, 2):
+        assert len(seen) == 5
+        assert all("index" in keys and "magnitude" in keys for keys in seen)
