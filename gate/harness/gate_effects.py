@@ -84,7 +84,7 @@ def settings(plugins):
         "the trace function": (sys.gettrace(), sys.getprofile()),
         "the recursion limit": sys.getrecursionlimit(),
         "the umask": _umask(),
-        "the filters of warnings": len(warnings.filters),
+        "the filters of warnings": _silences_all(),
         "logging": (logging.root.level, logging.root.manager.disable, len(logging.root.handlers)),
         "pytest's plugins": sorted(map(str, plugins)),
     }
@@ -93,6 +93,14 @@ def settings(plugins):
         name = getattr(number, "name", str(number))
         found[f"what happens at {name}"] = signal.getsignal(number)
     return found | _torch_settings()
+
+
+def _silences_all():
+    # Others filter what they themselves cause; that comes and goes as their modules are imported.
+    return any(
+        action == "ignore" and category is Warning and message is None and module is None
+        for action, message, category, module, _line in warnings.filters
+    )
 
 
 def _umask():

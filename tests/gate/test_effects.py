@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[Callable[[Patch], Any], str]] = {
     ),
     "logging": (lambda patch: patch.setattr(logging.root, "level", 1), "changed logging"),
     "warnings": (
-        lambda patch: patch.setattr(warnings, "filters", []),
+        lambda patch: patch.setattr(warnings, "filters", [("ignore", None, Warning, None, 0)]),
         "changed the filters of warnings",
     ),
 }
