@@ -93,7 +93,9 @@ def test_a_difference_between_optimizers_is_one_error_on_all(
     assert re.search(DIFFERENCES[difference][2], told[0][1]), told[0][1]
 
 
-def chain_of_hybrids(rank: int, mode: str, backup: str) -> tuple[Any, Any, Any]:
+def chain_of_hybrids(
+    rank: int, mode: str, backup: str, matrices: tuple[str, ...] = ("m0", "m1")
+) -> tuple[Any, Any, Any]:
     """A matrix and a vector on each of the meshes {0,1} and {1,2}."""
     found: dict[str, dict[str, nn.Parameter]] = {"m": {}, "b": {}}
     places = {}
@@ -104,6 +106,7 @@ def chain_of_hybrids(rank: int, mode: str, backup: str) -> tuple[Any, Any, Any]:
                 torch.manual_seed(number)
                 full = torch.randn(shape)
                 found[half][f"{half}{number}"] = nn.Parameter(places[number]("", full))
+    found["m"] = {name: param for name, param in found["m"].items() if name in matrices}
     optimizer = GefenMuonHybrid(
         found["m"].items(),
         found["b"].items(),
@@ -209,3 +212,46 @@ def test_optimizers_stepped_in_another_order_are_one_error_on_all(ranks: RankPoo
     told = ranks.run(other_optimizer_first, 2)
     assert told[0] == told[1]
     assert [kind for kind, _ in told[0]] == ["ParameterIdentityError"] * 2
+
+
+def without_matrices(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
+    """Rank 0 has a vector alone, on {0,1}; the matrix lies on {1,2}."""
+    optimizer, params, place = chain_of_hybrids(rank, mode, "adamw", matrices=("m1",))
+    for step in range(2):
+        give_chain(params, place, step)
+        optimizer.step()
+    optimizer.state_dict()
+    return {name: whole(param.detach()) for name, param in params.items()}
+
+
+@pytest.mark.parametrize("mode", ["exact", "distributed"])
+def test_a_rank_without_matrices_steps_with_the_others(ranks: RankPool, mode: str) -> None:
+    first, second, third = ranks.run(without_matrices, 3, mode)
+    assert first.keys() == {"b0"}
+    assert torch.equal(first["b0"], second["b0"])
+    assert torch.equal(second["m1"], third["m1"])
+
+
+def mixed_modes(rank: int, world: int) -> tuple[str, str]:
+    """One group of matrices is approximate, the other is not; a gradient of that is missing."""
+    place = layout("rows", world)
+    params = parameters(place)
+    pairs = list(params.items())
+    optimizer = GefenMuonHybrid(pairs[:2], pairs[4:], lr=0.02, sharded_mode="approx")
+    optimizer.add_param_group({"params": pairs[2:4], "sharded_mode": "exact"})
+    give(params, place, 1)
+    kept = params["d"].grad
+    params["d"].grad = kept if rank == 0 else None
+    before = contents(optimizer, params)
+    told = refusal(optimizer)
+    assert same(before, contents(optimizer, params))
+    params["d"].grad = kept
+    optimizer.step()
+    return told
+
+
+def test_a_hybrid_of_both_modes_agrees_before_a_step(ranks: RankPool) -> None:
+    told = ranks.run(mixed_modes, 2)
+    assert told[0] == told[1]
+    assert told[0][0] == "GradientPresenceError"
+    assert "'d' has a gradient on rank 0 but none on rank 1" in told[0][1]

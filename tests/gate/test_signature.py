@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +29,6 @@ def make_key(path: Path, passphrase: str = "") -> Path:
 
 def public(key: Path) -> str:
     return key.with_suffix(".pub").read_text()
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep temporary folders where nobody tidies up."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture(scope="session")

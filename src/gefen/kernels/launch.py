@@ -59,7 +59,10 @@ class Kernels:
         device: torch.device,
         processors: int,
         geometry: Geometry | None = None,
+        arena: int = 1 << 18,
     ) -> None:
+        """``arena``: words of scratch memory that are allocated at a time, at least."""
+        self._arena = arena
         self._driver, self._device = driver, device
         self._most = RESIDENT * processors
         self._geometry = geometry or Geometry(BLOCK)
@@ -67,7 +70,7 @@ class Kernels:
     def momentum_update(self, tasks: Sequence[DenseMomentum]) -> None:
         """As :func:`gefen.kernels.reference.momentum_update`."""
         for quantizer, part in self._served(tasks, reference.momentum_update):
-            launch = Launch(self._geometry, self._device)
+            launch = Launch(self._geometry, self._device, self._arena)
             entries = [
                 launch.momentum(
                     task.momentum,
@@ -82,7 +85,7 @@ class Kernels:
     def block_step(self, tasks: Sequence[BlockStep]) -> None:
         """As :func:`gefen.kernels.reference.block_step`."""
         for quantizer, part in self._served(tasks, reference.block_step):
-            launch = Launch(self._geometry, self._device)
+            launch = Launch(self._geometry, self._device, self._arena)
             entries = []
             for task in part:
                 entry = launch.momentum(task.momentum, param=launch.edited(task.param))
@@ -98,7 +101,7 @@ class Kernels:
     def factored_step(self, tasks: Sequence[FactoredStep]) -> None:
         """As :func:`gefen.kernels.reference.factored_step`."""
         for quantizer, part in self._served(tasks, reference.factored_step):
-            launch = Launch(self._geometry, self._device)
+            launch = Launch(self._geometry, self._device, self._arena)
             factors, entries = [], []
             for task in part:
                 entry = launch.momentum(task.momentum, param=launch.edited(task.param))
@@ -111,7 +114,7 @@ class Kernels:
 
     def histogram(self, gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
         """As :func:`gefen.kernels.reference.histogram`; ``counts`` lies on this device."""
-        launch = Launch(self._geometry, self._device)
+        launch = Launch(self._geometry, self._device, self._arena)
         entries = []
         for grad, period in gradients:
             if grad.dtype not in packing.KINDS:
@@ -152,8 +155,9 @@ def _set_rates(entry: Task, adam: Adam) -> None:
 class Launch:
     """The launches of one operation: their tables, and what must stay alive meanwhile."""
 
-    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device, arena: int) -> None:
         self.counts = 0
+        self._arena, self._free, self._next = arena, 0, 0
         self._geometry, self._device = geometry, device
         self._alive: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -181,9 +185,15 @@ class Launch:
 
     def scratch(self, count: int) -> int:
         """Address of ``count`` words of 32 bits with arbitrary content, aligned to 64 bits."""
-        buffer = torch.empty(-(-count // 2), dtype=torch.int64, device=self._device)
-        self._alive.append(buffer)
-        return buffer.data_ptr()
+        words = -(-count // 2) * 2
+        if words > self._free:
+            self._free = max(words, self._arena)
+            buffer = torch.empty(self._free // 2, dtype=torch.int64, device=self._device)
+            self._alive.append(buffer)
+            self._next = buffer.data_ptr()
+        found = self._next
+        self._next, self._free = found + 4 * words, self._free - words
+        return found
 
     def task(self, grad: Tensor, period: int) -> Task:
         """A gradient in blocks."""

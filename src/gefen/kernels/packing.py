@@ -130,16 +130,19 @@ class Task:
 
     def packed(self) -> bytes:
         """The entry's bytes."""
-        scalars = (self.mix, self.beta2, self.share, self.root2, self.eps, self.rate, self.keep)
-        return _TASK.pack(
-            *self.grad,
-            *self.param,
-            *(self.index, self.magnitude, self.v, self.row_root, self.column_root),
-            *(self.peaks, self.before),
-            *(self.n, self.period, self.span, self.chunks, self.columns),
-            *(word % (1 << 64) for word in self.seed),
-            *map(_single, scalars),
-            self.flags,
+        step, parameter = self.seed
+        return _packed(
+            _TASK,
+            (
+                *self.grad,
+                *self.param,
+                *(self.index, self.magnitude, self.v, self.row_root, self.column_root),
+                *(self.peaks, self.before),
+                *(self.n, self.period, self.span, self.chunks, self.columns),
+                *(step % (1 << 64), parameter % (1 << 64)),
+                *(self.mix, self.beta2, self.share, self.root2, self.eps, self.rate, self.keep),
+                self.flags,
+            ),
         )
 
 
@@ -164,18 +167,27 @@ class Factors:
     def packed(self) -> bytes:
         """The entry's bytes."""
         share = 1 - self.beta2
-        return _FACTORS.pack(
-            *self.grad,
-            *(self.row, self.column, self.row_root, self.column_root),
-            *(self.row_parts, self.column_parts),
-            *(self.rows, self.columns, self.strips, self.panels),
-            *map(_single, (self.beta2, share / self.columns, share / self.rows)),
-            _single(self.correction2),
+        return _packed(
+            _FACTORS,
+            (
+                *self.grad,
+                *(self.row, self.column, self.row_root, self.column_root),
+                *(self.row_parts, self.column_parts),
+                *(self.rows, self.columns, self.strips, self.panels),
+                *(self.beta2, share / self.columns, share / self.rows, self.correction2),
+            ),
         )
 
 
+def _packed(layout: struct.Struct, values: tuple[int | float, ...]) -> bytes:
+    try:
+        return layout.pack(*values)
+    except OverflowError:  # float32 cannot hold it
+        return layout.pack(*(_single(x) if isinstance(x, float) else x for x in values))
+
+
 def _single(x: float) -> float:
-    """``x``, or infinity where float32 cannot hold it, which struct refuses."""
+    """``x``, or infinity where float32 cannot hold it."""
     return x if abs(x) <= _LARGEST or not math.isfinite(x) else math.copysign(math.inf, x)
 
 

@@ -1,12 +1,15 @@
 // The kernels' own sources, compiled for the emulator, and an entry that launches them by name.
+// BLOCK_STEP_ONLY: fewer of them, which compiles faster.
 #include "emulator.h"
 
 #include "block_step.cu"
+#include "peaks.cu"
+#ifndef BLOCK_STEP_ONLY
 #include "factored_step.cu"
 #include "histogram.cu"
 #include "momentum.cu"
-#include "peaks.cu"
 #include "probe.cu"
+#endif
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -18,11 +21,17 @@ struct Named {
 };
 
 static const Named KERNELS[] = {
-    {"block_step", block_step},       {"factor_means", factor_means},
-    {"factor_roots", factor_roots},   {"factor_sums", factor_sums},
-    {"factored_step", factored_step}, {"histogram", histogram},
-    {"momentum", momentum},           {"peaks", peaks},
+    {"block_step", block_step},
+    {"peaks", peaks},
+#ifndef BLOCK_STEP_ONLY
+    {"factor_means", factor_means},
+    {"factor_roots", factor_roots},
+    {"factor_sums", factor_sums},
+    {"factored_step", factored_step},
+    {"histogram", histogram},
+    {"momentum", momentum},
     {"probe", probe},
+#endif
 };
 
 // Runs the blocks from `first` on. 0, or 1 if there is no such kernel.
@@ -36,8 +45,10 @@ EXPORTED int emulate(const char* name, long long first, long long grid, const vo
     return 1;
 }
 
+#ifndef BLOCK_STEP_ONLY
 EXPORTED int sizes(int which) {
     const int all[] = {sizeof(Task), sizeof(Factors), sizeof(Codebook), sizeof(Header), THREADS,
                        WARP, TILE, STRIP, PANEL};
     return all[which];
 }
+#endif
