@@ -171,7 +171,7 @@ class Display:
             phase.status = "interrupted"
             raise
         finally:
-            phase.seconds = round(self._seconds() - phase.began, 3)
+            phase.seconds = max(0.0, round(self._seconds() - phase.began, 3))
             self._finish(running)
 
     def _seconds(self) -> float:

@@ -87,3 +87,14 @@ def test_a_terminal_shows_what_is_running_on_one_line(
         "cut at the edge"
     )
     assert "  floor [7/8] regressions 7 s | newest [4/8] install 2 s" in shown
+
+
+def test_no_phase_takes_less_than_no_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter((0.0, *[0.0009] * 9))  # rounds up to when it began
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    made = Report(wheel="w.whl")
+    with Display().phase(made, "machine"):
+        pass
+    assert "  0.0 s" in capsys.readouterr().err
