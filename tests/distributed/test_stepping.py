@@ -8,6 +8,7 @@ import pytest
 import torch
 from matrices import (
     SHAPES,
+    STEPS,
     alone,
     initial,
     layout,
@@ -79,6 +80,29 @@ def mode_equality(rank: int, world: int) -> None:
 
 def test_an_unserved_layout_warns_and_is_stepped_exactly(ranks: RankPool) -> None:
     ranks.run(mode_equality, 4)
+
+
+def cautious_distributed(rank: int, world: int) -> list[str]:
+    """Warns once, then steps as 'exact' does, by the same bounded exchanges."""
+    exchange.BUCKET_BYTES = 64
+    place, expected = layout("rows", world), parameters(alone)
+    settings = settings_of("distributed", "cautious")
+    wanted = train(GefenMuon(expected.items(), **settings), expected, alone)
+    params = parameters(place)
+    optimizer = GefenMuon(params.items(), **settings)
+    with pytest.warns(UserWarning, match=r"cautious=True.*: 'a', 'b', 'c', 'd' and 1 more are"):
+        train(optimizer, params, place, range(1))
+    found = train(optimizer, params, place, range(1, STEPS))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all("index" in optimizer.state[param] for param in params.values())
+    with Collectives() as counter:
+        optimizer.step()
+    return [name for name, _ in counter.take()]
+
+
+def test_cautious_matrices_are_stepped_exactly_in_distributed_mode(ranks: RankPool) -> None:
+    agree, gathers, close = "allreduce", ["allgather_base"] * len(SHAPES), "allgather_base"
+    assert ranks.run(cautious_distributed, 2) == [[agree, *gathers, close]] * 2
 
 
 def collectives_of_a_step(rank: int, world: int, mode: str) -> tuple[list[str], int, int]:
