@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Lock, Thread, local
+from threading import Barrier, Event, Lock, Thread, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,9 +163,19 @@ def test_a_context_that_was_reset_is_loaded_again(api: FakeApi) -> None:
     assert functions == [f"step of module cubin in {number}" for number in (1, 3, 3)]
 
 
-def test_threads(api: FakeApi) -> None:
+def test_threads(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """All load once, and each launches in a context of its own making current."""
-    barrier, drivers = Barrier(8), set()
+    barrier, drivers, second = Barrier(8), set(), Event()
+    load = api._cuModuleLoadData
+
+    def slow_load(data: bytes) -> tuple[str]:
+        """Leaves other threads the time to load too, if they are let."""
+        if len(api.named("cuModuleLoadData")) > 1:
+            second.set()
+        second.wait(0.5)
+        return load(data)
+
+    monkeypatch.setattr(api, "_cuModuleLoadData", slow_load)
 
     def work(number: int) -> None:
         barrier.wait()
