@@ -58,7 +58,7 @@ struct Sums {
 
 // Sums of squares of a panel's rows and columns. An item is a panel; a warp takes every so many
 // rows of it.
-extern "C" __launch_bounds__(THREADS) __global__ void factor_sums(const void* memory,
+extern "C" __launch_bounds__(THREADS, 2) __global__ void factor_sums(const void* memory,
                                                                   long long items) {
     SHARED(Sums, shared);
     const Table<Factors> table(memory);
