@@ -154,7 +154,15 @@ class Watch:
         gone = [where for where, value in self._functions.items() if now.get(where) is not value]
         # A function that is another one has other code as well.
         code = {f"{where}{_CODE}" for where in gone}
-        return [f"replaced {where}" for where in sorted(gone) if where not in code]
+        added = [where for where in now.keys() - self._functions if self._overrides(where)]
+        return [f"replaced {where}" for where in sorted([*gone, *added]) if where not in code]
+
+    def _overrides(self, where):
+        """Whether something new hides what a class inherited."""
+        owner, _, name = where.rpartition(".")
+        kind = self._functions.get(owner)
+        bases = kind.__mro__[1:] if isinstance(kind, type) else ()
+        return any(name in vars(base) for base in bases)
 
     def _changed(self, now):
         names = sorted(self._settings.keys() | now.keys())

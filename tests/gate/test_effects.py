@@ -31,6 +31,10 @@ CHANGES: dict[str, tuple[Callable[[Patch], Any], str]] = {
         "replaced _pytest.python.Function.runtest",
     ),
     "code": (replace_code, "replaced _pytest.python.Function.runtest (its code)"),
+    "inherited": (
+        lambda patch: patch.setattr(torch.optim.AdamW, "step", lambda self: None),
+        "replaced torch.optim.adamw.AdamW.step",
+    ),
     "gone": (lambda patch: patch.delattr(os, "fork"), "replaced os.fork"),
     "builtin": (lambda patch: patch.setattr(builtins, "open", len), "replaced builtins.open"),
     "module": (
