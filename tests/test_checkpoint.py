@@ -196,6 +196,9 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
     "group key is no string": set_at("param_groups.0", lambda group: {**group, 3: 4}),
     "state key is no string": set_at("state.1", lambda entry: {**entry, 3: 4}),
     "state dict is a list": set_at("state", []),
+    "setting that cannot be copied": lambda saved: saved["param_groups"][0].update(
+        tag=(each for each in ())
+    ),
     "step after the last": set_at("state.1.step", 9),
     "global step of one parameter": set_at("state.1.global_step", torch.tensor(7)),
     "descending codebook": set_at("state.1.codebook", lambda book: book.flip(0)),
@@ -272,6 +275,16 @@ def test_names_must_agree_where_both_have_them() -> None:
     assert "param_names" not in bare.param_groups[0]
     optimizer.load_state_dict(bare.state_dict())
     assert optimizer.param_groups[0]["param_names"][0] == "0.weight"
+
+
+def test_names_are_needed_for_new_periods_only() -> None:
+    net = model()
+    optimizer = Gefen(net.named_parameters(), period_one_substrings=("bias",))
+    step(net, optimizer, 0)
+    other = Gefen(net.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[net[1].bias]["period"] == 1
+    step(net, other, 1)
 
 
 def test_settings_are_restored() -> None:

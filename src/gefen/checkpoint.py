@@ -279,7 +279,10 @@ def _settings(
     except GefenError as error:
         _refuse(f"group {number}: {error}; did another optimizer save it?")
     extra = {key: value for key, value in saved.items() if key not in (*OWN, *chosen)}
-    return copy.deepcopy(extra | chosen)
+    try:
+        return copy.deepcopy(extra | chosen)
+    except (TypeError, RuntimeError) as error:
+        _refuse(f"group {number} holds a value that cannot be copied: {error}")
 
 
 def _entry(half: Half, slot: Slot, saved: Any) -> Entry:

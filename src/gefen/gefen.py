@@ -102,6 +102,8 @@ class Gefen(QuantisedOptimizer):
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
+        if self.state.get(slot.param):
+            return  # its period is known
         if slot.group.get("period_one_substrings") and "param_names" not in slot.group:
             raise InvalidArgumentError(
                 f"Invalid period_one_substrings={slot.group['period_one_substrings']!r}: "

@@ -25,9 +25,7 @@ def checked(settings: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[st
     """
     for name in checks:
         if name not in settings:
-            raise InvalidArgumentError(
-                f"Invalid parameter group: it has no setting {name!r}; put it back"
-            )
+            raise InvalidArgumentError(f"Invalid parameter group: it has no setting {name!r}")
     return {name: check(name, settings[name]) for name, check in checks.items()}
 
 
