@@ -122,16 +122,13 @@ def rank_that_exits_politely(package: Package) -> None:
 @caught(
     "ranks-2: hung: killed after",
     f"{DDP}[gefen] on rank 0: was running when it ended",
-    "in all_reduce",
+    "in monitored_barrier",
     tests=(CODEBOOKS, DDP),
     timeout=30,
 )
 def hang_in_a_collective(package: Package) -> None:
     package.on_step(
-        f"{RANK}import torch\n"
-        "if rank == '0':\n"
-        "    torch.distributed.all_reduce(torch.ones(1))\n"
-        f"{GO_ON}"
+        f"{RANK}import torch\nif rank == '0':\n    torch.distributed.monitored_barrier()\n{GO_ON}"
     )
 
 
