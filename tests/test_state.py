@@ -87,6 +87,7 @@ def test_counts_are_bounded() -> None:
         "period": 1,
         "index": torch.zeros(0, dtype=torch.uint8),
         "magnitude": torch.zeros(0),
+        "codebook": torch.linspace(-1, 1, 256),
         "global_step": torch.tensor(1),
     }
     assert (

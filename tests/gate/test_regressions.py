@@ -239,7 +239,7 @@ def test_a_package_that_makes_tests_pass_once_it_is_used_is_found_out(
     install(environment, mini_wheel(tmp_path, code.encode()), Runner())
     subject = Subject(environment=environment, distribution="mini", package="mini")
     calls = HEAD + "def test_it(): mini.late()\ndef test_later(): assert mini.answer == 43\n"
-    suite = make_suite(single__test_it=calls, ranks__test_it=calls)
+    suite = make_suite(single__test_it=calls, ranks__test_calls=calls)
     passed, failures = judge(subject, suite, run)
     reasons = [failure.reason for failure in failures]
     assert passed == []

@@ -28,7 +28,7 @@ class Recorder:
         self._storages = [
             (tensor, tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
             for tensor in gc.get_objects()
-            if type(tensor) is Tensor and tensor.numel()
+            if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel()
         ]
         for word, value in enumerate(struct.unpack(f"<{len(content) // 8}q", content)):
             home = self._home(value) if value > 1 << 32 else None
