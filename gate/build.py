@@ -17,6 +17,7 @@ from gate.scratch import scratch
 from gate.wheels import sha256_of
 
 BUILD_TIMEOUT = 900.0
+NOTE = "everything twice; CUDA kernels that are new to this machine take minutes"
 DIGESTS = "SHA256SUMS"
 SURROUNDINGS = (
     {"TZ": "UTC", "PYTHONHASHSEED": "0"},

@@ -17,6 +17,7 @@ import click
 
 from gate import kernels as compiling
 from gate import pipeline, policy, regressions, signature
+from gate.build import NOTE as BUILD_NOTE
 from gate.build import build as build_wheel
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
 from gate.evidence import sign_statements, suite_digest
@@ -371,7 +372,7 @@ def build(out: Path, verbose: bool) -> None:
     """Build sdist and wheel twice, compare them byte for byte, and check their metadata."""
     display = Display()
     runner = Runner(verbose=verbose, on_tick=display.tick)
-    with display.phase(Report(wheel=""), "build") as phase:
+    with display.phase(Report(wheel=""), "build", BUILD_NOTE) as phase:
         wheel = build_wheel(Repository(runner=runner), out, runner)
         phase.detail = "twice, with the same bytes"
     click.echo(wheel)
@@ -424,7 +425,7 @@ def kernels(verbose: bool) -> None:
     runner = Runner(verbose=verbose, on_tick=display.tick)
     with (
         scratch("kernels") as folder,
-        display.phase(Report(wheel=""), "kernels"),
+        display.phase(Report(wheel=""), "kernels", "compiling them, which takes minutes"),
     ):
         found = compiling.compile_sources(ROOT, runner, folder)
     for line in compiling.table(found):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gate import audit as auditing
 from gate import page, policy, regressions, signature
-from gate.build import build
+from gate.build import NOTE, build
 from gate.environment import clean_environment
 from gate.errors import EnvironmentFailed, GateError, UsageFailure, WheelRejected
 from gate.fetch import fetch
@@ -334,7 +334,7 @@ def _download(
 
 
 def _build(repository: Repository, runner: Runner, display: Display, report: Report) -> Path:
-    with display.phase(report, "build") as phase:
+    with display.phase(report, "build", NOTE) as phase:
         wheel = build(repository, ROOT / "dist", runner)
         phase.detail = f"dist/{wheel.name}, built twice with the same bytes"
     return wheel

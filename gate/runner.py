@@ -153,39 +153,13 @@ class Runner:
         started = time.monotonic()
         result = log.with_name(log.name + ".result")
         result.unlink(missing_ok=True)
-        # What the command starts must end with it, even if it kills its supervisor.
-        become_subreaper()
-        with ExitStack() as stack:
-            reading, lifeline = os.pipe()
-            stack.callback(os.close, reading)
-            closing = stack.enter_context(os.fdopen(lifeline, "wb"))
-            output = stack.enter_context(log.open("wb"))
-            given = stack.enter_context((stdin or Path(os.devnull)).open("rb"))
-            confined = os.fspath(writable or "")
-            with _STARTING:
-                supervisor = subprocess.Popen(
-                    [sys.executable, "-ISB", SUPERVISOR, str(reading), result, confined, *words],
-                    env=dict(env),
-                    cwd=cwd,
-                    stdin=given,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[reading],
-                    start_new_session=True,
-                )
-                _supervisors.add(supervisor.pid)
-            stopped = ""
-            try:
-                stopped = self._watch(supervisor, log, bounded, started + timeout)
-                if stopped == HUNG:
-                    on_timeout(supervisor.pid)
-                    stopped = f"hung: killed after {timeout:g} s"
-            finally:
-                closing.close()
-                supervisor.wait()
-                _supervisors.discard(supervisor.pid)
-                if not result.exists():
-                    _end_orphans()
+        arguments = [str(result), os.fspath(writable or ""), *words]
+        stopped = ""
+        with _supervised(arguments, env, cwd, stdin or Path(os.devnull), log) as supervisor:
+            stopped = self._watch(supervisor, log, bounded, started + timeout)
+            if stopped == HUNG:
+                on_timeout(supervisor.pid)
+                stopped = f"hung: killed after {timeout:g} s"
         self.demand_going()
         return self._outcome(words, result, log, stopped, time.monotonic() - started)
 
@@ -231,6 +205,39 @@ class Runner:
             log=log,
             seconds=seconds,
         )
+
+
+@contextmanager
+def _supervised(
+    arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: Path, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a supervisor; at the end, end it and all that is below it."""
+    # What the command starts must end with it, even if it kills its supervisor.
+    become_subreaper()
+    with ExitStack() as stack:
+        reading, lifeline = os.pipe()
+        stack.callback(os.close, reading)
+        closing = stack.enter_context(os.fdopen(lifeline, "wb"))
+        with _STARTING:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-ISB", SUPERVISOR, str(reading), *arguments],
+                env=dict(env),
+                cwd=cwd,
+                stdin=stack.enter_context(stdin.open("rb")),
+                stdout=stack.enter_context(log.open("wb")),
+                stderr=subprocess.STDOUT,
+                pass_fds=[reading],
+                start_new_session=True,
+            )
+            _supervisors.add(supervisor.pid)
+        try:
+            yield supervisor
+        finally:
+            closing.close()
+            supervisor.wait()
+            _supervisors.discard(supervisor.pid)
+            if not Path(arguments[0]).exists():
+                _end_orphans()
 
 
 def _end_orphans() -> None:
