@@ -12,7 +12,7 @@ nox.options.error_on_missing_interpreters = True
 nox.options.error_on_external_run = True
 nox.options.stop_on_first_error = True
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "workflows", "tests"]
+nox.options.sessions = ["lint", "workflows", "tests", "gate_tests"]
 
 PINS = ("-c", "ci/constraints.txt")
 # Settings of the user's that would send an installation somewhere else.
@@ -73,9 +73,8 @@ def publish(session: nox.Session) -> None:
     run_gate(session, "publish")
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Run the test suite."""
+def run_tests(session: nox.Session, marked: str) -> None:
+    """Run the tests that ``marked`` selects, on all cores."""
     own = (
         "pytest",
         "pytest-xdist",
@@ -90,7 +89,19 @@ def tests(session: nox.Session) -> None:
     # One process for each core; more threads than cores would only get in each other's way.
     env = {"OMP_NUM_THREADS": "1"}
     parallel = ("-n", "auto", "--dist", "loadfile")
-    session.run("python", "-m", "pytest", *parallel, *session.posargs, env=env)
+    session.run("python", "-m", "pytest", "-m", marked, *parallel, *session.posargs, env=env)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the test suite, except for what gate_tests runs."""
+    run_tests(session, "not processes")
+
+
+@nox.session
+def gate_tests(session: nox.Session) -> None:
+    """Run the tests that run the gate as a user does: wheels, signals, full disks, an index."""
+    run_tests(session, "processes")
 
 
 @nox.session(default=False)

@@ -67,7 +67,7 @@ def test_workflows_only_call_nox(path: Path) -> None:
     commands = re.findall(r"\brun:(.*)", text)
     assert commands
     for command in commands:
-        assert re.fullmatch(r" \./ci/nox -s [a-z ]+( -- [-\w.*/\"$ ]+)?", command), command
+        assert re.fullmatch(r" \./ci/nox -s [a-z_ ]+( -- [-\w.*/\"$ ]+)?", command), command
     for action in re.findall(r"\buses:(.*)", text):
         assert re.fullmatch(r" actions/[-a-z]+@[0-9a-f]{40} # v[0-9.]+", action), action
     assert "secrets." not in text

@@ -14,6 +14,8 @@ from gate.errors import EvidenceRejected, UsageFailure, WheelRejected
 from tests.gate.index_server import PypiServer, pypi_server
 from tests.gate.release import Checkout
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PypiServer]:

@@ -15,6 +15,8 @@ from gate.errors import BuildFailed
 from gate.repository import Repository
 from gate.runner import Runner
 
+pytestmark = pytest.mark.processes
+
 PYPROJECT = """\
 [build-system]
 requires = ["hatchling"]

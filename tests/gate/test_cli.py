@@ -17,6 +17,8 @@ from gate.errors import EXIT_CODES, GateError
 from gate.evidence import suite_digest
 from tests.gate.conftest import ROOT, SITE, Gate, MakeSuite, mini_wheel
 
+pytestmark = pytest.mark.processes
+
 
 def every_error(base: type[GateError] = GateError) -> list[type[GateError]]:
     return [base, *(found for each in base.__subclasses__() for found in every_error(each))]

@@ -18,6 +18,8 @@ import torch
 
 from gate.harness import gate_effects
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 
 

@@ -15,6 +15,8 @@ from gate.runner import Runner
 from tests.gate.conftest import SITE, Gate
 from tests.gate.wheel_builder import WheelBuilder
 
+pytestmark = pytest.mark.processes
+
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_arguments: object) -> None:

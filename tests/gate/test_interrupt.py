@@ -18,6 +18,8 @@ from gate.scratch import sweep
 from tests.gate.conftest import ROOT, SITE, MakeSuite, gate_command, mini_wheel
 from tests.gate.wheel_builder import WheelBuilder
 
+pytestmark = pytest.mark.processes
+
 HANG = "import threading\ndef test_hang():\n    threading.Event().wait()\n"
 
 

@@ -17,6 +17,8 @@ from gate.layer import Layers, Recipe
 from gate.runner import Runner
 from tests.gate.conftest import mini_wheel
 
+pytestmark = pytest.mark.processes
+
 RECIPE = Recipe(python=Path(sys.executable), requirements=("mini",), constraints=("mini==1.0",))
 
 

@@ -13,6 +13,8 @@ from gate.errors import MachineUnfit
 from gate.machine import PROFILES, Machine, choose, examine
 from gate.runner import Runner
 
+pytestmark = pytest.mark.processes
+
 CPU: dict[str, Any] = {
     "torch": "2.13.0",
     "gpus": [],

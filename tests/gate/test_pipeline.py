@@ -18,6 +18,8 @@ from gate.report import Display
 from gate.targets import Target
 from tests.gate.conftest import SITE, MakeSuite, mini_wheel
 
+pytestmark = pytest.mark.processes
+
 ONE_PROCESS = "import os\n\ndef test_threads():\n    assert os.environ['OMP_NUM_THREADS'] == '1'\n"
 
 

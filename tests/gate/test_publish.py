@@ -22,6 +22,8 @@ from tests.gate.conftest import SITE, Gate, gate_command
 from tests.gate.index_server import LOGIN, PypiServer, answer, pypi_server, stub_server
 from tests.gate.release import ENVIRON, Checkout
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PypiServer]:

@@ -17,6 +17,8 @@ from gate.upload import Twine
 from tests.gate.index_server import answer, stub_server
 from tests.gate.release import Checkout
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:

@@ -18,6 +18,8 @@ from gate.report import Failure
 from gate.runner import Runner
 from tests.gate.conftest import MakeSuite, mini_wheel
 
+pytestmark = pytest.mark.processes
+
 SINGLE = Run(folder="single", world=1)
 RANKS = Run(folder="ranks", world=2)
 HEAD = "import os, sys, pytest, mini\n"

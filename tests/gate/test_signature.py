@@ -18,6 +18,8 @@ from tests.gate.conftest import SITE, Gate, MakeSuite, mini_wheel
 from tests.gate.statements import ENVIRONMENT, OTHER_SUITE, SUITE, write_statement
 from tests.gate.wheel_builder import WheelBuilder, as_wheel, flip
 
+pytestmark = pytest.mark.processes
+
 MINE = 'namespaces="gefen-gate"'
 
 

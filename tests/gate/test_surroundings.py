@@ -12,6 +12,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from gate.environment import DISK_ERRORS, TEST_LAYER
@@ -19,6 +20,8 @@ from gate.evidence import verify
 from gate.targets import pins
 from tests.gate.conftest import ROOT, SITE, MakeSuite, gate_command, mini_wheel
 from tests.gate.wheel_builder import WheelBuilder
+
+pytestmark = pytest.mark.processes
 
 # One start of tests is enough where ranks are not the subject.
 QUICK = """
