@@ -175,17 +175,19 @@ class Runner:
                 if self.verbose:
                     sys.stderr.write(output.read().decode(errors="replace"))
                 self.on_tick()
-                if supervisor.returncode is not None:
+                ended = supervisor.returncode is not None
+                if log.stat().st_size > OUTPUT_LIMIT:
+                    return f"printed more than {OUTPUT_LIMIT >> 20} MiB"
+                # A fast command is over before anyone has looked once.
+                if bounded is not None and (ended or time.monotonic() > measured + 1):
+                    measured = time.monotonic()
+                    if records.size(bounded) > FOLDER_LIMIT:
+                        return f"wrote more than {FOLDER_LIMIT >> 20} MiB"
+                if ended:
                     return ""
                 self.demand_going()
                 if time.monotonic() > deadline:
                     return HUNG
-                if log.stat().st_size > OUTPUT_LIMIT:
-                    return f"killed: printed more than {OUTPUT_LIMIT >> 20} MiB"
-                if bounded is not None and time.monotonic() > measured + 1:
-                    measured = time.monotonic()
-                    if records.size(bounded) > FOLDER_LIMIT:
-                        return f"killed: wrote more than {FOLDER_LIMIT >> 20} MiB"
 
     @staticmethod
     def _outcome(

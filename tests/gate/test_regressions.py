@@ -329,14 +329,17 @@ def test_broken_records_are_failures(
     assert failures
 
 
+@pytest.mark.parametrize("then", ["signal.pause()", "pass"], ids=["waits", "ends"])
 def test_a_folder_that_grows_without_end_is_stopped(
-    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+    then: str, subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "FOLDER_LIMIT", 2**20)
     code = HEAD + (
+        "import signal\n"
         "def test_it():\n"
         "    with open(os.environ['GATE_RECORDS'] + '/big', 'wb') as file:\n"
-        "        while True: file.write(bytes(2**16)); file.flush()\n"
+        "        file.write(bytes(2**21))\n"
+        f"    {then}\n"
     )
     _, failures = judge(subject, make_suite(single__test_it=code))
     assert "wrote more than 1 MiB" in failures[0].reason

@@ -121,9 +121,14 @@ def test_killing_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
     assert not alive(int(outcome.output()))
 
 
-def test_endless_output_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", [["yes"], ["head", "-c", "2M", "/dev/zero"]], ids=lambda c: c[0]
+)
+def test_endless_output_is_stopped(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "OUTPUT_LIMIT", 2**20)
-    assert "printed more than 1 MiB" in run(tmp_path, "yes").describe()
+    assert "printed more than 1 MiB" in run(tmp_path, *command).describe()
 
 
 def test_killing_the_gate_leaves_no_process(tmp_path: Path) -> None:
