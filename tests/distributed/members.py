@@ -41,10 +41,10 @@ def members(mode: str, named: dict[str, torch.Tensor | None], **values: Any) -> 
     return [Member(n, True, p, held, mode, held) for n, p in named.items() if p is not None]
 
 
-def one_mesh(mode: str, world: int, **values: Any) -> list[Member]:
+def one_mesh(mode: str, world: int) -> list[Member]:
     mesh = mesh_over(*range(world))
     named = {"a": weight(mesh), "b": weight(mesh, (4, 6)), "c": weight(mesh)}
-    return members(mode, named, **values)
+    return members(mode, named)
 
 
 def two_on_each(mode: str, meshes: list[DeviceMesh]) -> list[Member]:
