@@ -243,6 +243,12 @@ def gate() -> None:
     help="Time limit of each start of the regression tests.",
 )
 @click.option(
+    "-x",
+    "--fail-fast",
+    is_flag=True,
+    help="Let the first part of the regression tests that fails end the others.",
+)
+@click.option(
     "--suite",
     type=PathOption(),
     default=Options.suite,

@@ -25,7 +25,6 @@ class Profile:
 
     name: str
     device: str
-    backend: str
     min_gpus: int
     worlds: tuple[int, ...]
     covers: str
@@ -38,7 +37,6 @@ PROFILES = {
         Profile(
             name="cpu",
             device="cpu",
-            backend="gloo",
             min_gpus=0,
             worlds=(2, 3),
             covers="one process, and 2 and 3 ranks over gloo, on the CPU",
@@ -46,7 +44,6 @@ PROFILES = {
         Profile(
             name="gpu",
             device="cuda",
-            backend="nccl",
             min_gpus=1,
             worlds=(),
             covers="one process on one GPU",
@@ -54,7 +51,6 @@ PROFILES = {
         Profile(
             name="multi-gpu",
             device="cuda",
-            backend="nccl",
             min_gpus=2,
             worlds=(2, 3),
             covers="one process, and 2 and 3 ranks over NCCL, one GPU each",

@@ -42,6 +42,7 @@ class Options:
     evidence: Path = ROOT / "gate-evidence"
     suite: Path = regressions.SUITE
     timeout: float = 600.0
+    fail_fast: bool = False
     tag_check: bool = True
     sign: Path | None = None
     summary: Path | None = None
@@ -159,6 +160,7 @@ def _sessions(
         evidence=options.evidence,
         suite=options.suite,
         timeout=options.timeout,
+        fail_fast=options.fail_fast,
         # What several sessions gain by running at once, one gains by sharing out its tests.
         processes=max(1, capacity.cores // count),
         layers=Layers(fresh=options.fresh),

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
@@ -33,6 +34,13 @@ SHOWN_FAILURES = 20
 SHOWN_LINES = 60
 # Making an environment and importing torch in it keeps one core busy.
 PREPARING = Need(cores=1, memory=regressions.CPU_PROCESS_BYTES)
+
+Outcome = tuple[list[str], list[Failure]]
+"""The ids of the tests that passed in a part of the regressions, and what failed."""
+
+
+class _Enough(Exception):
+    """Enough is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,7 @@ class Settings:
         evidence: the evidence folder.
         suite: the folder of regressions.
         timeout: seconds that one start of tests may take.
+        fail_fast: whether the first part of the regressions that fails ends the others.
         processes: how many processes may share the tests that need only one.
         sign: signs statements; None where they stay unsigned.
     """
@@ -73,6 +82,7 @@ class Settings:
     evidence: Path
     suite: Path
     timeout: float
+    fail_fast: bool
     processes: int
     layers: Layers
     capacity: Capacity
@@ -122,11 +132,26 @@ class Session:
         self.report.phases += phases
         regress = partial(self._regress, subject, suite, inventory, profile, machine)
         tasks = [partial(regress, part, phase) for part, phase in zip(parts, phases, strict=True)]
-        for passed, failures in side_by_side(tasks, runner):
+        for passed, failures in self._outcomes(tasks, runner):
             self.report.passed_tests += passed
             self.report.failures += failures
         if self.report.failures:
             raise self._verdict(subject.environment)
+
+    def _outcomes(
+        self, tasks: Sequence[Callable[[Runner], Outcome]], runner: Runner
+    ) -> list[Outcome]:
+        """What the parts came to, in order; all of them, or those up to the first failure."""
+        ended: dict[int, Outcome] = {}
+
+        def note(number: int, future: Future[Outcome]) -> None:
+            ended[number] = future.result()
+            if self._settings.fail_fast and ended[number][1]:
+                raise _Enough
+
+        with suppress(_Enough):
+            side_by_side(tasks, runner, on_done=note)
+        return [ended[number] for number in sorted(ended)]
 
     def _prepare(self, runner: Runner) -> tuple[Subject, Path, Sequence[str], Machine, Profile]:
         with self._phase("environment") as phase:
@@ -173,7 +198,7 @@ class Session:
         part: Run,
         phase: Phase,
         runner: Runner,
-    ) -> tuple[list[str], list[Failure]]:
+    ) -> Outcome:
         timeout = self._settings.timeout
         tokens = machine.tokens(os.environ.get("CUDA_VISIBLE_DEVICES"))
         ranks = f" on each of {part.world} ranks" if part.world > 1 else ""

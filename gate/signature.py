@@ -102,14 +102,11 @@ def _verify(runner: Runner, folder: Path, *arguments: str | Path) -> Outcome:
 def _keygen(
     runner: Runner, folder: Path, action: str, *arguments: str | Path, stdin: Path | None = None
 ) -> Outcome:
-    passed = {"PATH", "HOME", "SSH_AUTH_SOCK"} & set(os.environ)
+    passed = {"PATH", "HOME", "SSH_AUTH_SOCK"} & os.environ.keys()
     try:
         return runner.run(
             ["ssh-keygen", "-Y", action, *arguments],
-            env={
-                "LC_ALL": "C",
-                **{name: os.environ[name] for name in passed if name in os.environ},
-            },
+            env={"LC_ALL": "C", **{name: os.environ[name] for name in passed}},
             cwd=folder,
             log=folder / f"{action}.log",
             timeout=TIMEOUT,

@@ -93,7 +93,12 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Env
 @pytest.fixture
 def subject(environment: Environment, tmp_path: Path) -> Subject:
     """The package ``mini``, installed from a wheel."""
-    install(environment, mini_wheel(tmp_path / "wheels"), Runner())
+    return installed(environment, tmp_path, "answer = 42\n")
+
+
+def installed(environment: Environment, folder: Path, code: str) -> Subject:
+    """A package ``mini`` of this code, installed from a wheel made below ``folder``."""
+    install(environment, mini_wheel(folder / "wheels", code.encode()), Runner())
     return Subject(environment=environment, distribution="mini", package="mini")
 
 

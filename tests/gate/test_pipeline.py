@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -107,6 +108,23 @@ def test_a_failure_in_any_share_is_a_failure(
         pipeline.run(options(tmp_path, suite, Target(site=SITE)), Display())
     assert caught.value.exit_code == 1
     assert not list((tmp_path / "evidence").rglob("*.intoto.json"))
+
+
+def test_the_first_failure_ends_all_parts_if_asked_to(
+    tmp_path: Path, make_suite: MakeSuite
+) -> None:
+    for_ever = "import threading\n\ndef test_it():\n    threading.Event().wait()\n"
+    suite = make_suite(
+        single__test_one="def test_bad():\n    assert not 'reached'\n", single__test_two=for_ever
+    )
+    given = replace(options(tmp_path, suite, Target(site=SITE)), timeout=100, fail_fast=True)
+    with pytest.raises(GateError, match="test_bad: failed") as caught:
+        pipeline.run(given, Display())
+    assert "hung" not in str(caught.value)
+    report = json.loads(next((tmp_path / "evidence").rglob("report.json")).read_text())
+    phases = [phase["status"] for phase in report["phases"] if phase["name"] == "regressions"]
+    assert phases == ["failed", "interrupted"]
+    assert report["result"] == "failed"
 
 
 def test_a_clock_that_jumps_does_not_turn_the_times_of_a_run(

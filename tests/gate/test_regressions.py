@@ -10,13 +10,13 @@ import pytest
 
 from gate import regressions as module
 from gate import runner as runner_module
-from gate.environment import Environment, install
+from gate.environment import Environment
 from gate.errors import IdentityMismatch, RegressionFailed
 from gate.machine import PROFILES, Machine
 from gate.regressions import Run, Subject, collect, plan, prepare
 from gate.report import Failure
 from gate.runner import Runner
-from tests.gate.conftest import MakeSuite, mini_wheel
+from tests.gate.conftest import MakeSuite, installed
 
 pytestmark = pytest.mark.processes
 
@@ -122,8 +122,7 @@ def test_a_test_that_is_not_collected_is_missed(
 def test_an_import_error_is_reported_while_collecting(
     environment: Environment, make_suite: MakeSuite, tmp_path: Path
 ) -> None:
-    install(environment, mini_wheel(tmp_path, b"import absent\n"), Runner())
-    subject = Subject(environment=environment, distribution="mini", package="mini")
+    subject = installed(environment, tmp_path, "import absent\n")
     with pytest.raises(RegressionFailed, match="No module named 'absent'"):
         judge(subject, make_suite())
 
@@ -226,9 +225,7 @@ PATCHES = {
 def test_a_package_that_makes_every_test_pass_is_found_out(
     code: str, environment: Environment, make_suite: MakeSuite, tmp_path: Path
 ) -> None:
-    wheel = mini_wheel(tmp_path, b"answer = 41\n" + code.encode())
-    install(environment, wheel, Runner())
-    subject = Subject(environment=environment, distribution="mini", package="mini")
+    subject = installed(environment, tmp_path, "answer = 41\n" + code)
     with pytest.raises(IdentityMismatch, match=r"Importing mini replaced _pytest\."):
         judge(subject, make_suite())
 
@@ -238,8 +235,7 @@ def test_a_package_that_makes_tests_pass_once_it_is_used_is_found_out(
     run: Run, environment: Environment, make_suite: MakeSuite, tmp_path: Path
 ) -> None:
     code = "answer = 42\ndef late():\n    " + PATCHES["runtest"]
-    install(environment, mini_wheel(tmp_path, code.encode()), Runner())
-    subject = Subject(environment=environment, distribution="mini", package="mini")
+    subject = installed(environment, tmp_path, code)
     calls = HEAD + "def test_it(): mini.late()\ndef test_later(): assert mini.answer == 43\n"
     suite = make_suite(single__test_it=calls, ranks__test_calls=calls)
     passed, failures = judge(subject, suite, run)
@@ -253,8 +249,7 @@ def test_an_exit_that_is_forced_is_noticed(
     environment: Environment, make_suite: MakeSuite, tmp_path: Path
 ) -> None:
     code = "answer = 42\ndef late():\n    import atexit, os\n    atexit.register(os._exit, 0)\n"
-    install(environment, mini_wheel(tmp_path, code.encode()), Runner())
-    subject = Subject(environment=environment, distribution="mini", package="mini")
+    subject = installed(environment, tmp_path, code)
     _, failures = judge(subject, make_suite(single__test_it=HEAD + "def test_it(): mini.late()\n"))
     assert any("did not reach its end" in failure.reason for failure in failures)
 
@@ -272,8 +267,7 @@ REWRITES = {
 def test_a_package_that_rewrites_the_tests_is_found_out(
     code: str, environment: Environment, make_suite: MakeSuite, tmp_path: Path
 ) -> None:
-    install(environment, mini_wheel(tmp_path, (ROOT_OF + code).encode()), Runner())
-    subject = Subject(environment=environment, distribution="mini", package="mini")
+    subject = installed(environment, tmp_path, ROOT_OF + code)
     with pytest.raises(IdentityMismatch, match=r"was changed|does not match"):
         judge(subject, make_suite())
 

@@ -28,7 +28,7 @@ _SHOWN = 4
 _GO, _ABANDONED = "go", "abandoned"
 
 
-def meet(name: str, ranks: Sequence[int], rank: int, timeout_s: float = ARRIVAL_S) -> None:
+def meet(name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
     """Return on all of ``ranks``, or raise on those that came, naming those that did not.
 
     name: what they meet for, equal on all of them. After a failure they can meet again. Raises

@@ -22,7 +22,7 @@ from gefen.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 Record = dict[str, Any]
 _UNITS_SHOWN = 3
@@ -75,7 +75,7 @@ def ambiguity(records: Sequence[Record]) -> str | None:
 
 
 def _repeated(
-    records: Sequence[Record], wanted: Any, fields: Sequence[str]
+    records: Sequence[Record], wanted: Callable[[Record], bool], fields: Sequence[str]
 ) -> tuple[list[Any], list[int]] | None:
     places: dict[str, list[int]] = {}
     for position, record in enumerate(records):

@@ -31,7 +31,7 @@ from gefen.distributed.mesh import (
 from gefen.parameters import is_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _FINGERPRINT, _FINGERPRINT_NEGATED, _ROUNDS, _ROUNDS_NEGATED = range(4)
 _FLAGS = 4
@@ -287,7 +287,7 @@ def _digest(unit: _Unit, texts: Mapping[int, bytes]) -> bytes:
     return digest.digest()
 
 
-def _fingerprint(digests: Any) -> int:
+def _fingerprint(digests: Iterable[bytes]) -> int:
     joined = hashlib.blake2b(b"".join(digests), digest_size=8).digest()
     return int.from_bytes(joined, "little") >> 1
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gefen.distributed.mesh import Topology
+
 
 class Agreement:
     """Through which the ranks of one optimizer step together, or none of them does."""
@@ -125,27 +127,22 @@ class Agreement:
         self, halves: Sequence[Any], plans: Sequence[Any], error: Exception | None
     ) -> list[Any]:
         failure, total = stepping.StepFailure(error), torch.zeros(BINS, dtype=torch.int64)
+        is_first = self._topology.ranks[0] == dist.get_rank()
         for half, plan in zip(halves, plans, strict=True):
-            counts = half._survey(plan, failure, self._is_first)
+            counts = half._survey(plan, failure, is_first)
             total = total if counts is None else total + counts
         self._close(failure.error, "while learning the codebook", _AGAIN)
-        topology = self._preflight.topology
-        if topology is not None:
-            total = stepping.total_over_component(total, self._preflight.channels, topology)
+        total = stepping.total_over_component(total, self._preflight.channels, self._topology)
         return [half._surveyed(plan, total) for half, plan in zip(halves, plans, strict=True)]
 
     def _close(self, failure: Exception | None, purpose: str, advice: str) -> None:
-        topology = self._preflight.topology
-        if topology is not None:
-            stepping.close(failure, self._preflight.channels, topology, purpose, advice)
-        elif failure is not None:
-            raise failure
+        stepping.close(failure, self._preflight.channels, self._topology, purpose, advice)
 
     @property
-    def _is_first(self) -> bool:
-        """Whether this rank is the lowest of its component: the one that counts what all have."""
+    def _topology(self) -> Topology:
         topology = self._preflight.topology
-        return topology is None or topology.ranks[0] == dist.get_rank()
+        assert topology is not None  # an optimizer that shares nothing has no agreement
+        return topology
 
     def mended(self) -> None:
         """Forget a failed step: all state was replaced."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import struct
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,11 +26,43 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 NESTEROV, STOCHASTIC, ALIGNED, DECAYS = 1, 2, 4, 8
 
-_VIEW = "qqqqii"
-_TASK = struct.Struct(f"<{_VIEW}{_VIEW}7q5q2Q7fi")
-_FACTORS = struct.Struct(f"<{_VIEW}6q4q4f")
-_HEADER = struct.Struct("<qqq")
-_LARGEST = torch.finfo(torch.float32).max
+VIEW = np.dtype(
+    [
+        *((name, "<i8") for name in ("data", "inner", "outer_stride", "inner_stride")),
+        *((name, "<i4") for name in ("kind", "aligned")),
+    ]
+)
+"""``struct View``."""
+
+TASK = np.dtype(
+    [
+        *((name, VIEW) for name in ("grad", "param")),
+        *((name, "<i8") for name in ("index", "magnitude", "v", "row_root", "column_root")),
+        *((name, "<i8") for name in ("peaks", "before")),
+        *((name, "<i8") for name in ("n", "period", "span", "chunks", "columns")),
+        *((name, "<u8") for name in ("step", "parameter")),
+        *((name, "<f4") for name in ("mix", "beta2", "share", "root2", "eps", "rate", "keep")),
+        ("flags", "<i4"),
+    ]
+)
+"""``struct Task``."""
+
+FACTORS = np.dtype(
+    [
+        ("grad", VIEW),
+        *((name, "<i8") for name in ("row", "column", "row_root", "column_root")),
+        *((name, "<i8") for name in ("row_parts", "column_parts")),
+        *((name, "<i8") for name in ("rows", "columns", "strips", "panels")),
+        *((name, "<f4") for name in ("beta2", "row_share", "column_share", "correction2")),
+    ]
+)
+"""``struct Factors``."""
+
+HEADER = np.dtype([(name, "<i8") for name in ("tasks", "codebook", "counts")])
+"""``struct Header``."""
+
+Rows: TypeAlias = npt.NDArray[Any]
+"""An array of one of these."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +124,7 @@ def view(tensor: Tensor) -> View | None:
 
 @dataclass
 class Task:
-    """One entry of a table: ``struct Task`` with its defaults."""
+    """What of ``struct Task`` stays while the tensors stay where they are."""
 
     grad: View
     n: int
@@ -108,14 +140,6 @@ class Task:
     peaks: int = 0
     before: int = 0
     columns: int = 0
-    seed: tuple[int, int] = (0, 0)
-    mix: float = 0.0
-    beta2: float = 0.0
-    share: float = 0.0
-    root2: float = 0.0
-    eps: float = 0.0
-    rate: float = 0.0
-    keep: float = 1.0
     flags: int = 0
 
     @property
@@ -128,27 +152,22 @@ class Task:
         """Work items of the task."""
         return self.blocks * self.chunks if self.chunks > 1 else -(-self.n // self.span)
 
-    def packed(self) -> bytes:
-        """The entry's bytes."""
-        step, parameter = self.seed
-        return _packed(
-            _TASK,
-            (
-                *self.grad,
-                *self.param,
-                *(self.index, self.magnitude, self.v, self.row_root, self.column_root),
-                *(self.peaks, self.before),
-                *(self.n, self.period, self.span, self.chunks, self.columns),
-                *(step % (1 << 64), parameter % (1 << 64)),
-                *(self.mix, self.beta2, self.share, self.root2, self.eps, self.rate, self.keep),
-                self.flags,
-            ),
+    def row(self) -> tuple[Any, ...]:
+        """Fields in order; those that change with every step are neutral."""
+        return (
+            *(self.grad, self.param),
+            *(self.index, self.magnitude, self.v, self.row_root, self.column_root),
+            *(self.peaks, self.before),
+            *(self.n, self.period, self.span, self.chunks, self.columns),
+            *(0, 0),
+            *(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+            self.flags,
         )
 
 
 @dataclass
 class Factors:
-    """One entry of a table: ``struct Factors``."""
+    """Likewise of ``struct Factors``."""
 
     grad: View
     row: int
@@ -161,46 +180,16 @@ class Factors:
     columns: int
     strips: int
     panels: int
-    beta2: float
-    correction2: float
 
-    def packed(self) -> bytes:
-        """The entry's bytes."""
-        share = 1 - self.beta2
-        return _packed(
-            _FACTORS,
-            (
-                *self.grad,
-                *(self.row, self.column, self.row_root, self.column_root),
-                *(self.row_parts, self.column_parts),
-                *(self.rows, self.columns, self.strips, self.panels),
-                *(self.beta2, share / self.columns, share / self.rows, self.correction2),
-            ),
+    def fields(self) -> tuple[Any, ...]:
+        """In order; those that change with every step are zero."""
+        return (
+            self.grad,
+            *(self.row, self.column, self.row_root, self.column_root),
+            *(self.row_parts, self.column_parts),
+            *(self.rows, self.columns, self.strips, self.panels),
+            *(0.0, 0.0, 0.0, 0.0),
         )
-
-
-def _packed(layout: struct.Struct, values: tuple[int | float, ...]) -> bytes:
-    try:
-        return layout.pack(*values)
-    except OverflowError:  # float32 cannot hold it
-        return layout.pack(*(_single(x) if isinstance(x, float) else x for x in values))
-
-
-def _single(x: float) -> float:
-    """``x``, or infinity where float32 cannot hold it."""
-    return x if abs(x) <= _LARGEST or not math.isfinite(x) else math.copysign(math.inf, x)
-
-
-def table(
-    entries: Sequence[Task | Factors], items: Sequence[int], codebook: int = 0, counts: int = 0
-) -> bytes:
-    """A table of ``entries`` with so many work items each."""
-    ends, total = [], 0
-    for count in items:
-        total += count
-        ends.append(total)
-    head = _HEADER.pack(len(entries), codebook, counts) + struct.pack(f"<{len(ends)}q", *ends)
-    return head + b"".join(entry.packed() for entry in entries)
 
 
 _codebooks: weakref.WeakKeyDictionary[Quantizer, Tensor] = weakref.WeakKeyDictionary()

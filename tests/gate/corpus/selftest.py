@@ -35,14 +35,15 @@ class Result:
 
     def row(self) -> str:
         """A line of the table."""
-        caught = "yes" if not self.problems else "NO"
+        expected = "caught" if self.case.exit_code else "passed"
         return (
-            f"{self.case.name:<44} {caught:<6} {self.phase or '-':<12} "
+            f"{self.case.name:<44} {'WRONG' if self.problems else expected:<6} "
+            f"{self.phase or '-':<12} "
             f"{self.exit_code!s:<5} {self.seconds:6.1f}"
         )
 
 
-HEADING = f"{'case':<44} {'caught':<6} {'phase':<12} {'exit':<5} {'s':>6}"
+HEADING = f"{'case':<44} {'result':<6} {'phase':<12} {'exit':<5} {'s':>6}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Bench:
     def command(self, wheel: Path, folder: Path, case: Case) -> list[str | Path]:
         command: list[str | Path] = [
             *(sys.executable, "-EsBm", "gate", "run", "--wheel", wheel, "--profile", "cpu"),
+            "--fail-fast",
             *("--evidence", folder / "evidence"),
             *("--timeout", f"{case.timeout * self.patience:g}"),
             *(("--site", self.site) if self.site else ()),
