@@ -80,11 +80,11 @@ class Checkout:
         self.release()
         return self
 
-    def release(self, tag: str = "v1.0") -> None:
-        """Commit everything there is, and tag it."""
+    def release(self) -> None:
+        """Commit everything there is, and tag it v1.0."""
         self.git("add", "--all")
         self.git("commit", "--quiet", "--allow-empty", "--message", "release")
-        self.git("tag", "--force", tag)
+        self.git("tag", "--force", "v1.0")
 
     def git(self, *words: str) -> str:
         command = ["git", "-C", self.root, *IDENTITY, *words]

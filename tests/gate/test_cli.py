@@ -198,7 +198,7 @@ def test_what_fails_between_audit_and_tests(
     assert "FAILED" in done.stderr
 
 
-def test_a_machine_without_gpu_exits_3(gate: Gate, tmp_path: Path) -> None:
+def test_a_machine_without_gpu_exits_3(gate: Gate) -> None:
     done = gate("machine", "--profile", "gpu", "--site", SITE, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 3
     assert "Profile gpu cannot run here" in done.stderr

@@ -132,7 +132,7 @@ def test_a_signal_in_any_phase(
     assert len(reports) == (phase not in ("resolve", "audit"))
 
 
-def test_a_signal_while_a_layer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_a_layer_is_made(tmp_path: Path) -> None:
     cache, index = tmp_path / "cache", tmp_path / "index"
     index.mkdir()
     for name in ("torch", "numpy", "pytest"):

@@ -158,7 +158,7 @@ def test_tasks_run_at_once_and_their_results_are_in_order() -> None:
     assert order == [2, 1, 0]
 
 
-def test_the_first_error_stops_the_others(tmp_path: Path) -> None:
+def test_the_first_error_stops_the_others() -> None:
     ended = []
 
     def fail(_runner: Runner) -> None:

@@ -100,9 +100,7 @@ def test_tests_of_one_process_are_shared_out_and_all_count(
     assert details == ["single.1: 2 passed", "single.2: 1 passed"]
 
 
-def test_a_failure_in_any_share_is_a_failure(
-    tmp_path: Path, make_suite: MakeSuite, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_in_any_share_is_a_failure(tmp_path: Path, make_suite: MakeSuite) -> None:
     suite = make_suite(single__test_two="def test_bad():\n    assert not 'reached'\n")
     with pytest.raises(GateError, match="test_bad: failed") as caught:
         pipeline.run(options(tmp_path, suite, Target(site=SITE)), Display())

@@ -188,19 +188,19 @@ def ptx(target: str) -> bytes:
     return f"//\n// Generated\n//\n\n.version 8.8\n.target {target}\n.address_size 64\n".encode()
 
 
-def manifest(builder: WheelBuilder, folder: str = "demo/cubin") -> dict[str, dict[str, object]]:
-    """What a build would list of the GPU code in ``folder`` and the sources beside it."""
+def manifest(builder: WheelBuilder) -> dict[str, dict[str, object]]:
+    """What a build would list of the GPU code in demo/cubin and the sources in demo/src."""
     files, sources = {}, {}
-    near = folder.rpartition("/")[0] + "/src/"
     for entry in builder.entries:
+        folder, _, name = entry.name.rpartition("/")
         digest = hashlib.sha256(entry.data).hexdigest()
         arch = elf.ptx_arch(entry.data) or elf.cubin_arch(entry.data)
-        if entry.name.startswith(folder + "/") and arch:
-            files[entry.name.rpartition("/")[2]] = {"arch": arch, "sha256": digest}
-        elif entry.name.startswith(near):
-            sources[entry.name.removeprefix(near)] = digest
+        if folder == "demo/cubin" and arch:
+            files[name] = {"arch": arch, "sha256": digest}
+        elif folder == "demo/src":
+            sources[name] = digest
     return {"files": files, "sources": sources}
 
 
-def add_manifest(builder: WheelBuilder, folder: str = "demo/cubin") -> WheelBuilder:
-    return builder.add(f"{folder}/manifest.json", json.dumps(manifest(builder, folder)).encode())
+def add_manifest(builder: WheelBuilder) -> WheelBuilder:
+    return builder.add("demo/cubin/manifest.json", json.dumps(manifest(builder)).encode())
