@@ -228,8 +228,7 @@ def whole_averages(rank: int, world: int) -> str:
     """AdamW's averages of sharded parameters are sharded; those of plain ones do not fit."""
     place = layout("rows", world)
     params = parameters(place)
-    pairs = list(params.items())
-    optimizer = GefenMuonHybrid(pairs[:3], pairs[3:], lr=0.02, backup_optimizer="adamw")
+    optimizer = hybrid(params, "exact", "adamw")
     train(optimizer, params, place, range(1, 2))
     saved = optimizer.state_dict()
     before = contents(optimizer, params)
