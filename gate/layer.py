@@ -26,7 +26,7 @@ from pathlib import Path
 
 from gate.errors import EnvironmentFailed
 from gate.runner import Runner, checked
-from gate.scratch import demand_plain
+from gate.scratch import demand_plain, unwritable
 from gate.wheels import sha256_of
 
 CREATE_TIMEOUT = 3600.0
@@ -103,16 +103,6 @@ def _substitute(why: str) -> Path:
     return fallback
 
 
-def _unwritable(folder: Path) -> str:
-    """Why nothing can be written into ``folder``, or "" where it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"{folder} cannot be written ({error.strerror})"
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layers:
     """The layers that one gate run uses.
@@ -139,11 +129,11 @@ class Layers:
         """
         root = cache_directory()
         key = recipe.key(_python_identity(recipe.python, runner, workdir))
-        if why := _unwritable(root):
+        if why := unwritable(root):
             if not self.fresh and not _damage(root / key):
                 yield site_packages(root / key)
                 return
-            root = _substitute(why)
+            root = _substitute(f"{root} cannot be written ({why})")
         with ExitStack() as held:
             yield self._held(root / key, recipe, runner, workdir, held)
 

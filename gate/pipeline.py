@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from gate.parallel import side_by_side, this_machine
 from gate.report import Display, Report
 from gate.repository import ROOT, Repository, demand_version, tag_version
 from gate.runner import Runner
-from gate.scratch import scratch, sweep
+from gate.scratch import scratch, sweep, unwritable
 from gate.session import Candidate, Session, Settings
 from gate.targets import Target
 from gate.wheels import Wheel, resolve
@@ -99,7 +98,12 @@ def run(options: Options, display: Display) -> list[Report]:
         repository.demand_tag(options.tag)
     with scratch("wheels") as folder:
         candidates = _candidates(options, repository, runner, display, folder)
-        _demand_writable(options.evidence)
+        # Better now than after the tests.
+        if why := unwritable(options.evidence):
+            raise EnvironmentFailed(
+                f"The evidence folder {options.evidence} cannot be written: {why}.",
+                next_step="choose another one with --evidence DIR",
+            )
         sessions = _sessions(options, candidates, repository, display, sign)
         try:
             _run_all(sessions, runner)
@@ -223,18 +227,6 @@ def _run_all(sessions: Sequence[Session], runner: Runner) -> None:
         for number, session in enumerate(sessions):
             if number not in concluded:
                 session.conclude()
-
-
-def _demand_writable(folder: Path) -> None:
-    """Find out now, rather than after the tests, whether evidence can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise EnvironmentFailed(
-            f"The evidence folder {folder} cannot be written: {error.strerror}.",
-            next_step="choose another one with --evidence DIR",
-        ) from error
 
 
 def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Audit]]:

@@ -55,6 +55,16 @@ def low_on_disk(folder: Path) -> str:
     return f"only {free >> 10} KiB are free in {folder}" if free < LOW_DISK else ""
 
 
+def unwritable(folder: Path) -> str:
+    """Return why nothing can be written into ``folder``, made if it is not there, or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def demand_plain(path: Path, what: str) -> None:
     """Refuse a path that an environment cannot lie below.
 

@@ -240,7 +240,7 @@ def test_a_good_layer_in_a_cache_that_cannot_be_written_is_used(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = make(tmp_path)
-    monkeypatch.setattr(layer, "_unwritable", lambda folder: f"{folder} is read-only")
+    monkeypatch.setattr(layer, "unwritable", lambda folder: "read-only")
     monkeypatch.setattr(layer.tempfile, "tempdir", str(tmp_path))
     assert make(tmp_path) == site
     edit_in_place(code(site))
