@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
@@ -39,7 +42,12 @@ def run_gate(session: nox.Session, command: str) -> None:
     The session ends with the gate's exit status, and gives it the time to clean up.
     """
     install(session, *GATE, NVRTC)
-    env = {"GATE_INVOKED_FROM": session.invoked_from}
+    typed = os.path.relpath(Path("ci", "nox").resolve(), session.invoked_from)
+    env = {
+        "GATE_INVOKED_FROM": session.invoked_from,
+        # What it advises to type must work where the user is.
+        "GATE_PROGRAM": f"{shlex.quote(typed)} -s gate --",
+    }
     named = session.posargs and session.posargs[0] in COMMANDS
     words = session.posargs if named else [command, *session.posargs]
     try:

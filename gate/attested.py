@@ -16,6 +16,7 @@ from gate.errors import EvidenceRejected, UsageFailure, WheelRejected
 from gate.evidence import Verified, suite_digest, verify
 from gate.policy import Policy, PublishPolicy
 from gate.repository import Repository
+from gate.statement import Statement
 from gate.wheels import Wheel, locate, read_chunks, resolve, sha256_of
 
 SDIST = ".tar.gz"
@@ -31,6 +32,7 @@ class File:
         version: its version.
         sha256: digest of the bytes in ``copy``, in hexadecimal.
         copy: a private copy called ``name``; later changes to the user's file do not reach it.
+        statements: those that cover it; none for an sdist.
     """
 
     name: str
@@ -38,6 +40,7 @@ class File:
     version: Version
     sha256: str
     copy: Path
+    statements: tuple[Statement, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class Release:
     base: Path
     scratch: Path
 
-    def wheels(self, paths: Sequence[Path]) -> list[Wheel]:
+    def wheels(self, paths: Sequence[Path]) -> list[tuple[Wheel, Verified]]:
         """Copy wheels that evidence covers, made in a clean checkout of their version's tag.
 
         Raises:
@@ -78,7 +81,7 @@ class Release:
         verified = self._verify(wheels)
         heads = [self.repository.demand_release(wheel.version) for wheel in wheels]
         self._demand_made_at(heads[0], verified)
-        return wheels
+        return list(zip(wheels, verified, strict=True))
 
     def audit(self, wheels: Sequence[Wheel]) -> None:
         """Audit wheels, and compare their contents with the checkout.
@@ -128,7 +131,7 @@ class Release:
 
     def _demand_made_at(self, head: str, verified: Sequence[Verified]) -> None:
         """Check that the gate that made the evidence is the one that is released, unchanged."""
-        findings = []
+        findings, again = [], ""
         for each in verified:
             made = {
                 statement.profile
@@ -138,12 +141,12 @@ class Release:
             if not made or not made.issuperset(self.target.profiles):
                 lacking = sorted(set(self.target.profiles or each.profiles) - made)
                 findings.append(f"{each.filename}: profile {', '.join(lacking)}")
+                again = again or f"{shlex.quote(str(each.path))} --profile {lacking[0]}"
         if findings:
             raise EvidenceRejected(
                 f"Evidence was not made in a clean checkout of {head[:12]}, which is released",
                 findings=findings,
-                next_step="gate these bytes there: python -m gate run --wheel "
-                + shlex.quote(str(verified[0].path)),
+                next_step=f"gate these bytes there: python -m gate run --wheel {again}",
             )
 
 
@@ -163,9 +166,9 @@ def attested(files: Sequence[str], release: Release) -> list[File]:
             next_step="name the wheel as well",
         )
     wheels = release.wheels(wheel_paths)
-    found = [_file(wheel) for wheel in wheels]
+    found = [_file(wheel, verified) for wheel, verified in wheels]
     _demand_one_each(found)
-    release.audit(wheels)
+    release.audit([wheel for wheel, _ in wheels])
     if sdists:
         found += release.sdists(sdists, found)
         _demand_one_each(found)
@@ -181,13 +184,14 @@ def _demand_one_each(files: Sequence[File]) -> None:
         )
 
 
-def _file(wheel: Wheel) -> File:
+def _file(wheel: Wheel, verified: Verified) -> File:
     return File(
         name=wheel.filename,
         project=wheel.name,
         version=wheel.version,
         sha256=wheel.sha256,
         copy=wheel.copy,
+        statements=verified.statements,
     )
 
 

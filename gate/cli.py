@@ -34,7 +34,9 @@ from gate.scratch import scratch
 from gate.targets import choose, torch_requirement
 from gate.wheels import locate
 
-PROGRAM = "python -m gate"
+MODULE = "python -m gate"
+# What the user types instead, where a session of nox calls the gate.
+PROGRAM = os.environ.get("GATE_PROGRAM") or MODULE
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EPILOG = "\n\n".join(
@@ -46,6 +48,7 @@ EPILOG = "\n\n".join(
         f"                     {KEPT_LAYERS} used last are kept; also compiled kernels\n"
         "  TMPDIR             where environments are made, and removed again (default /tmp)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
+        "  GATE_PROGRAM       what is typed to call the gate, for its advice to name\n"
         "  GITHUB_STEP_SUMMARY  file that `run` appends its report to, in Markdown\n"
         "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
         "  TWINE_USERNAME, TWINE_PASSWORD\n"
@@ -67,7 +70,7 @@ EPILOG = "\n\n".join(
         "  python -m gate publish dist --repository testpypi\n"
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
     ]
-)
+).replace(MODULE, PROGRAM)
 
 
 def base_directory() -> Path:
@@ -345,8 +348,9 @@ def verify(
         profiles = ", ".join(sorted(verified.profiles))
         click.echo(f"{verified.filename}  sha256 {verified.sha256}  passed: {profiles}")
         for statement in verified.statements:
-            about = f"{statement.profile}, {statement.environment_id}"
-            click.echo(f"  {about}: {statement.signature()}")
+            click.echo(f"  {statement.about()}")
+    if target is not None:
+        click.echo(f"{repository} requires {target.describe()}")
 
 
 @gate.command(epilog=EPILOG)
@@ -444,7 +448,7 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     error = Interrupted(
-        f"Interrupted by {signal.Signals(number).name}; what was running is not attested.",
+        f"Interrupted by {signal.Signals(number).name}; what was running has no result.",
         next_step="run the same command again",
     )
     error.exit_code = 128 + number
@@ -459,7 +463,7 @@ def call(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return UsageFailure.exit_code
     except GateError as error:
-        click.echo(f"gate: {error}", err=True)
+        click.echo(f"gate: {error}".replace(MODULE, PROGRAM), err=True)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has had enough; nothing can be told to them.

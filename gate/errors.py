@@ -26,9 +26,13 @@ class GateError(Exception):
         what: one sentence saying what happened.
         cause: the likely cause, or "" where ``what`` already says it.
         next_step: a command or action to try, or "".
+
+    Attributes:
+        state: what is done and what is not, where that is not plain; else "".
     """
 
     exit_code = 1
+    state = ""
 
     def __init__(self, what: str, *, cause: str = "", next_step: str = "") -> None:
         self.what, self.cause, self.next_step = what, cause, next_step
@@ -38,6 +42,8 @@ class GateError(Exception):
         lines = [self.what]
         if self.cause:
             lines.append(f"  cause: {self.cause}")
+        if self.state:
+            lines.append(f"  state: {self.state}")
         if self.next_step:
             lines.append(f"  next:  {self.next_step}")
         return "\n".join(lines)

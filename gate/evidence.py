@@ -361,7 +361,8 @@ def _next_step(wheel: Path, error: BadStatement) -> str:
     name = shlex.quote(str(wheel))
     if isinstance(error, BadSignature):
         return f"have its statements signed: python -m gate sign {name} --key KEY"
-    return f"gate these bytes: python -m gate run --wheel {name}"
+    profile = f" --profile {error.profiles[0]}" if error.profiles else ""
+    return f"gate these bytes: python -m gate run --wheel {name}{profile}"
 
 
 def _read_folder(evidence: Path) -> _Folder:
@@ -454,7 +455,7 @@ def _not_covered(
     if old := [p for p in needed if p not in current and p not in absent]:
         reasons.append(f"stale for profile {', '.join(old)}: the tests changed since")
     if reasons:
-        return BadStatement("; ".join(reasons))
+        return BadStatement("; ".join(reasons), profiles=[*absent, *old])
     for statement in fresh:
         if statement.profile in needed and not demands.meets(statement):
             wanted = f"{' or '.join(demands.signers)} must sign it"

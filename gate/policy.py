@@ -73,6 +73,13 @@ class PublishPolicy:
     url: str
     index: str | None = None
 
+    def describe(self) -> str:
+        """Say which evidence is required, and whose signature."""
+        profiles = f"profiles {', '.join(self.profiles)}" if self.profiles else "any profile"
+        if self.signers:
+            return f"{profiles}, signed by {' or '.join(self.signers)}"
+        return f"{profiles}; no signature, as no signers are named"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:

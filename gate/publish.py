@@ -136,6 +136,10 @@ class _Publication:
         with self._phase("verify") as phase:
             files = attested(self._options.files, release)
             phase.detail = ", ".join(file.name for file in files)
+        for file in files:
+            for statement in file.statements:
+                self._display.say(f"gate: {file.name}: {statement.about()}")
+        self._display.say(f"gate: {self._options.repository} requires {target.describe()}")
         with self._phase("metadata"):
             if problem := self._twine.check([file.copy for file in files]):
                 raise WheelRejected(f"An index would refuse the metadata.\n{problem}")
@@ -280,7 +284,7 @@ class _Publication:
             told = [f"{state}: {', '.join(names)}" for state, names in self._by_state().items()]
             if not {UPLOADED, PERHAPS_SENT} & set(self._state.values()):
                 told.insert(0, "nothing was published")
-            error.cause = "; ".join(part for part in (error.cause, *told) if part)
+            error.state = "; ".join(told)
             raise
 
     def _by_state(self) -> dict[str, list[str]]:

@@ -115,7 +115,8 @@ class Repository:
                 )
             except EnvironmentFailed:
                 return None
-            return outcome.output().strip() if outcome.ok else None
+            # A status begins with a space where the index has no change.
+            return outcome.output().strip("\n") if outcome.ok else None
 
 
 def tag_version(tag: str) -> Version:

@@ -32,10 +32,13 @@ class BadStatement(Exception):
     Args:
         reason: what is wrong.
         claimed: the digest of the wheel it claims to be about, as far as it can be read.
+        profiles: those that have to be run again.
     """
 
-    def __init__(self, reason: str, claimed: str | None = None) -> None:
-        self.reason, self.claimed = reason, claimed
+    def __init__(
+        self, reason: str, claimed: str | None = None, profiles: Sequence[str] = ()
+    ) -> None:
+        self.reason, self.claimed, self.profiles = reason, claimed, tuple(profiles)
         super().__init__(reason)
 
 
@@ -85,6 +88,10 @@ class Statement:
     def signature(self) -> str:
         """Say who signed it."""
         return f"signed by {', '.join(self.signed_by)}" if self.signed_by else "unsigned"
+
+    def about(self) -> str:
+        """Say what passed, where, and who signed that."""
+        return f"{self.profile}, {self.environment_id}: {self.signature()}"
 
 
 def descriptor(

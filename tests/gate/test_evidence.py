@@ -213,6 +213,19 @@ def test_required_profiles(evidence: Path, wheel: Wheel) -> None:
     assert verified.profiles == {"cpu", "gpu"}
 
 
+def test_what_to_run_next_names_the_profile(evidence: Path, wheel: Wheel) -> None:
+    write_statement(evidence, wheel)
+    for options, profile in (
+        ({"require": ["cpu", "gpu"]}, "gpu"),
+        ({"suite_digest": OTHER_SUITE}, "cpu"),
+        ({"require": ["gpu", "cpu"], "suite_digest": OTHER_SUITE}, "gpu"),
+    ):
+        with pytest.raises(EvidenceRejected) as caught:
+            verify([wheel], evidence=evidence, **options)
+        again = f"next:  gate these bytes: python -m gate run --wheel {wheel.path}"
+        assert str(caught.value).endswith(f"{again} --profile {profile}")
+
+
 def test_stale_evidence(evidence: Path, wheel: Wheel) -> None:
     write_statement(evidence, wheel)
     assert verify([wheel], evidence=evidence, suite_digest=None)

@@ -102,6 +102,20 @@ def test_mistakes_are_named(tmp_path: Path, text: str, where: str, why: str) -> 
     assert why in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("signers", "words"),
+    [
+        ("", "profiles cpu, gpu; no signature, as no signers are named"),
+        ('"ada", "bob"', "profiles cpu, gpu, signed by ada or bob"),
+    ],
+)
+def test_what_is_required_can_be_told(tmp_path: Path, signers: str, words: str) -> None:
+    read = load(tmp_path, PUBLISH.replace('"ada@example.org"', signers))
+    assert read.publishing_to("pypi").describe() == words
+    elsewhere = read.publishing_to("http://127.0.0.1:1/").describe()
+    assert elsewhere == "any profile; no signature, as no signers are named"
+
+
 def test_no_pyproject(tmp_path: Path) -> None:
     with pytest.raises(UsageFailure, match="No such file"):
         policy.load(tmp_path)

@@ -90,6 +90,9 @@ def test_build_gate_publish_install(
     assert [path.suffix for path in files] == [".whl", ".gz"]
     assert server.files == {path.name: path.read_bytes() for path in files}
     assert done.stdout == "".join(f"{f.name}  sha256 {sha256(f)}  uploaded\n" for f in files)
+    assert f"gate: {files[0].name}: cpu, site" in done.stderr
+    assert ": unsigned\n" in done.stderr
+    assert f"{server.url} requires any profile; no signature" in done.stderr
     assert server.users == [LOGIN[0]] * 2
     assert not decoys
     assert LOGIN[1] not in done.stdout + done.stderr
@@ -135,7 +138,7 @@ def test_other_bytes_under_a_name_stop_everything(
     assert hashlib.sha256(b"other").hexdigest() in message
     assert f"{wheels[1].name}: the index has sha256" in message
     assert "raise the version" in message
-    assert "nothing was published" in message
+    assert "state: nothing was published" in message
     assert server.uploads == 0
 
 
@@ -149,8 +152,10 @@ def test_the_process_exits_6(gate: Gate, checkout: Checkout, server: PypiServer)
     assert done.returncode == 6
     assert "holds other bytes" in done.stderr
     checkout.wheel(code=b"answer = 43\n")
-    done = gate("publish", wheel, "--repository", server.url, **variables)
+    advised = {**variables, "GATE_PROGRAM": "ci/nox -s gate --"}
+    done = gate("publish", wheel, "--repository", server.url, **advised)
     assert done.returncode == 5
+    assert f"next:  gate these bytes: ci/nox -s gate -- run --wheel {wheel}\n" in done.stderr
     assert server.uploads == 0
 
 

@@ -48,7 +48,8 @@ def test_a_missing_tag_shows_those_of_the_checkout(repository: Repository) -> No
 
 def test_uncommitted_changes_are_listed(repository: Repository) -> None:
     (repository.root / "junk").write_text("")
-    with pytest.raises(UsageFailure, match=r"\?\? junk"):
+    (repository.root / "file").write_text("2")
+    with pytest.raises(UsageFailure, match=r"\n M file\n\?\? junk"):
         repository.demand_tag("v1.1")
     assert repository.commit().endswith("-dirty")
 

@@ -378,9 +378,10 @@ def test_signing_and_verifying_as_commands(
     done = gate("sign", *common, "--key", keys / "ada")
     assert done.returncode == 0, done.stderr
     assert "signed " in done.stdout
-    done = gate("verify", *common)
+    done = gate("verify", *common, "--repository", "testpypi")
     assert done.returncode == 0
     assert "cpu, torch2.13.0: signed by ada@example.org" in done.stdout
+    assert "testpypi requires profiles cpu; no signature" in done.stdout
     allowed.write_text("")
     assert gate("verify", *common).returncode == 5
     assert gate("sign", *common, "--key", keys / "ada").returncode == 2
