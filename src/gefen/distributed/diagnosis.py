@@ -6,7 +6,6 @@ Every rank calls :func:`explain` with the same gathered values and gets the same
 from __future__ import annotations
 
 import numbers
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -296,7 +295,7 @@ def _value_lines(views: Views, kind: str) -> list[str]:
             if len({held.get(name) for _, held in values}) > 1:
                 parts = [f"{held.get(name, 'absent')} on {_who(ranks)}" for ranks, held in values]
                 said.setdefault(f"{name} is {', but '.join(parts)}", []).append(_label(record))
-    return [f"{text} for {_some(labels)}" for text, labels in said.items()]
+    return [f"{text} for {first_few(labels)}" for text, labels in said.items()]
 
 
 def _partition(views: Views) -> int:
@@ -312,7 +311,8 @@ def _listed(positions: Sequence[int]) -> str:
     return ", ".join(map(str, positions))
 
 
-def _some(labels: Sequence[str]) -> str:
-    shown = list(Counter(labels))
+def first_few(labels: Sequence[str]) -> str:
+    """Name up to four of ``labels``, each once, and say how many more there are."""
+    shown = list(dict.fromkeys(labels))
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     return ", ".join(shown[:4]) + more

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from gefen.distributed import consolidate, stepping
+from gefen.distributed.diagnosis import first_few
 from gefen.distributed.exchange import Full
 from gefen.distributed.mesh import Channel, channel_of
 from gefen.distributed.stepping import Matrix, Routes
@@ -86,27 +87,19 @@ class WholeMatrices:
 
     def _warn(self, unserved: Sequence[Matrix], cautious: Sequence[Matrix]) -> None:
         """Say, once for each matrix, which are not stepped in the mode that was asked for."""
+        reasons = [(m, f"placements {m.parameter.placements!r}") for m in unserved]
+        reasons += [(m, "cautious=True, whose updates are not bfloat16") for m in cautious]
         found: dict[str, list[str]] = {}
-        for matrix in unserved:
-            reason = f"cannot serve placements {matrix.parameter.placements!r}"
-            found.setdefault(reason, []).extend(self._unwarned(matrix))
-        for matrix in cautious:
-            reason = "cannot serve cautious=True, whose updates are not bfloat16"
-            found.setdefault(reason, []).extend(self._unwarned(matrix))
-        found = {reason: names for reason, names in found.items() if names}
+        for matrix, reason in reasons:
+            if matrix.key not in self._warned:
+                self._warned.add(matrix.key)
+                found.setdefault(reason, []).append(repr(matrix.name))
         for reason, names in found.items():
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             warnings.warn(
-                f"sharded_mode='distributed' {reason}: {', '.join(names[:4])}{more} are stepped "
-                "as in 'exact'",
+                f"sharded_mode='distributed' cannot serve {reason}: {first_few(names)} are "
+                "stepped as in 'exact'",
                 stacklevel=2,
             )
-
-    def _unwarned(self, matrix: Matrix) -> list[str]:
-        if matrix.key in self._warned:
-            return []
-        self._warned.add(matrix.key)
-        return [repr(matrix.name)]
 
     def owns(self, param: Tensor) -> bool:
         """Whether this rank computes the update of ``param`` and holds its momentum."""
