@@ -114,7 +114,7 @@ def gate_tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gate_selftest(session: nox.Session) -> None:
-    """Gate a hundred sabotaged wheels, each to be refused; -- takes parts of their names."""
+    """Gate sabotaged wheels, each to be refused; -- takes parts of their names, or phases."""
     install(session, *GATE, NVRTC, "pytest")
     session.run("python", "-m", "tests.gate.corpus", *session.posargs)
 

@@ -102,7 +102,7 @@ def test_a_file_outside_the_folder_is_not_bound(evidence: Path, wheel: Wheel) ->
         write_statement(evidence, wheel, files=[wheel.path])
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, evidence: Path, wheel: Wheel) -> None:
+def test_a_folder_that_cannot_be_written(evidence: Path, wheel: Wheel) -> None:
     (evidence / "statements").write_text("a file is in the way")
     with pytest.raises(EnvironmentFailed, match="cannot write"):
         write_statement(evidence, wheel)

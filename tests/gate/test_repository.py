@@ -54,9 +54,7 @@ def test_uncommitted_changes_are_listed(repository: Repository) -> None:
     assert repository.commit().endswith("-dirty")
 
 
-def test_what_git_cannot_tell_is_not_clean(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_git_cannot_tell_is_not_clean(repository: Repository) -> None:
     (repository.root / ".git" / "index").write_text("broken")
     assert repository.commit().endswith("-dirty")
 
