@@ -9,6 +9,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from gate.errors import EnvironmentFailed
+from gate.index import without_proxy
 from gate.layer import NETWORK_VARIABLES
 from gate.runner import Runner
 
@@ -46,6 +47,7 @@ def fetch(
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             **{name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ},
+            **without_proxy(index),
         },
         cwd=folder,
         log=folder / "download.log",

@@ -190,6 +190,11 @@ def is_local(parts: SplitResult) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def without_proxy(url: str) -> dict[str, str]:
+    """Variables that keep proxies out of the way to this machine; none where ``url`` leaves it."""
+    return {"no_proxy": "*", "NO_PROXY": "*"} if is_local(urlsplit(url)) else {}
+
+
 def _host(url: str) -> str | None:
     return urlsplit(url).netloc.rpartition("@")[2]
 

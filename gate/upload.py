@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from gate.archive import printable
 from gate.errors import EnvironmentFailed
-from gate.index import is_local
+from gate.index import without_proxy
 from gate.runner import TAIL_LINES, Outcome, Runner
 
 CHECK_TIMEOUT = 120.0
@@ -140,9 +140,7 @@ class Twine:
         """Upload one file in at most ``timeout`` seconds; return what went wrong, or None."""
         # Only when it is verbose does twine say what the index says.
         options = ["--non-interactive", "--disable-progress-bar", "--verbose"]
-        variables = {**self.access.variables, **self._login(url)}
-        if is_local(urlsplit(url)):
-            variables |= {"no_proxy": "*", "NO_PROXY": "*"}
+        variables = {**self.access.variables, **self._login(url), **without_proxy(url)}
         place = ["--repository-url", url, str(file)]
         outcome = self._run("upload", ["upload", *options, *place], variables, timeout)
         if outcome.ok:

@@ -48,6 +48,9 @@ def test_the_bytes_of_the_index_and_nothing_else(
     # Whatever pip's configuration says, and whatever the wheel requires.
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    # Proxies are for other machines.
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1/")
     metadata = (
         "Metadata-Version: 2.4\nName: some-name\nVersion: {version}\nRequires-Dist: absent\n"
     )

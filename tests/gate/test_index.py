@@ -20,7 +20,7 @@ NAME = "demo-1.0+cpu-py3-none-any.whl"
 
 
 def index(simple: str, **options: Any) -> Index:
-    return Index(simple=simple, proxies={}, **options)
+    return Index(simple=simple, **{"proxies": {}, **options})
 
 
 def page(**changes: Any) -> str:
@@ -52,6 +52,20 @@ def test_both_forms_of_the_simple_index_are_read(kind: str, body: str) -> None:
     assert found[NAME].sha256 == SHA256
     assert found[NAME].url.startswith("http://127.0.0.1:")
     assert "/files/" in found[NAME].url
+
+
+def test_a_proxy_is_for_other_machines() -> None:
+    asked: list[str] = []
+
+    def proxy(request: BaseHTTPRequestHandler) -> None:
+        asked.append(request.path)
+        answer(request, 200, page(), SIMPLE_JSON)
+
+    with stub_server(proxy) as other, stub_server(lambda request: answer(request, 404)) as url:
+        assert index(url, proxies={"http": other}).files("demo") is None
+        assert asked == []
+        assert index("http://index.invalid/", proxies={"http": other}).files("demo") is not None
+    assert asked == ["http://index.invalid/demo/"]
 
 
 @pytest.mark.parametrize(

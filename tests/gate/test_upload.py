@@ -53,6 +53,25 @@ def test_without_a_login_an_open_index_takes_it(tmp_path: Path, wheel: Path) -> 
         assert twine(tmp_path).upload(wheel, url, 60) is None
 
 
+def test_a_proxy_is_for_other_machines(tmp_path: Path, wheel: Path) -> None:
+    asked: list[str] = []
+
+    def proxy(request: BaseHTTPRequestHandler) -> None:
+        asked.append(f"{request.command} {request.path}")
+        answer(request, 400)
+
+    with stub_server(proxy) as other, stub_server(lambda request: answer(request, 200)) as url:
+        names = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+        proxies = {**dict.fromkeys(names, other), "no_proxy": "index.example.org"}
+        behind_a_proxy = twine(tmp_path, **ENVIRON, **proxies)
+        assert behind_a_proxy.upload(wheel, url, 60) is None
+        assert asked == []
+        failed = behind_a_proxy.upload(wheel, "http://index.invalid/legacy/", 60)
+    assert failed is not None
+    assert failed.status == 400
+    assert asked == ["POST http://index.invalid/legacy/"]
+
+
 def test_an_upload_that_got_no_answer_has_no_status(tmp_path: Path, wheel: Path) -> None:
     failed = twine(tmp_path).upload(wheel, "http://127.0.0.1:1/", 60)
     assert failed is not None
