@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,14 +37,12 @@ from gefen.state import (
     Entry,
     check_unchanged,
 )
-
-if TYPE_CHECKING:
-    pass
+from gefen.steady import Steady
 
 logger = logging.getLogger("gefen")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """A parameter that has a gradient, and its group's settings at the time of this step."""
 
@@ -54,6 +52,8 @@ class Work:
     grad: Tensor
     """Likewise."""
     settings: dict[str, Any]
+    entry: Entry = field(default_factory=dict)
+    """The parameter's state, once the step updates it."""
 
     @property
     def key(self) -> Tensor:
@@ -67,7 +67,7 @@ class Plan:
 
     works: list[Work]
     missing: dict[Tensor, Entry] = field(default_factory=dict)
-    """What each parameter's state lacks."""
+    """What each parameter's state lacks; those that lack nothing may be left out."""
     codebook: Tensor | None = None
     """Learned in this step, on the CPU."""
 
@@ -91,14 +91,18 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     }
     """One for each setting of the whole optimizer."""
 
+    deciding: ClassVar[tuple[str, ...]] = ()
+    """Settings that decide which state a parameter has, once it has some."""
+
     _examined: tuple[Tensor | None, bool] = (None, True)
     """A codebook, and whether it still has to be learned."""
 
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
-        self._quantizers: dict[torch.device, tuple[Tensor, Quantizer]] = {}
+        self._quantizers: dict[int, tuple[Tensor, Quantizer]] = {}
         self._spare: Entry = {}
+        self._steady: Steady | None = None
         super().__init__(_groups(params), checked(arguments, self.checks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +111,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._quantizers = {}
         self._spare = {}
+        self._steady = None
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -147,6 +152,14 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _collect(self) -> list[Work]:
         """Every parameter with a gradient, all of it validated."""
         settings = {id(group): self._current(group) for group in self.param_groups}
+        steady, known = self._steady, None
+        if steady is not None:
+            known = steady.revive(self.param_groups, self.state)
+        if known is not None:
+            for work in known:
+                work.settings = settings[id(work.slot.group)]
+            return known
+        self._steady = None
         return [
             Work(
                 slot,
@@ -166,13 +179,22 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _prepare(self, works: list[Work]) -> Plan:
         if not works:
             return Plan(works)
-        plan = Plan(works, {work.key: self._missing(work) for work in works})
+        plan = Plan(works)
+        if not self._repeats(works):
+            plan.missing.update((work.key, self._missing(work)) for work in works)
         if self._wants_codebook():
             return replace(plan, codebook=learn_from(self._histogram(works, plan.missing)))
         return plan
 
+    def _repeats(self, works: list[Work]) -> bool:
+        """Whether all is known to be as it was when the last step had ended."""
+        return self._steady is not None and self._steady.works is works
+
     def _histogram(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor:
-        known = (missing[w.key].get(PERIOD) or self.state[w.key][PERIOD] for w in works)
+        lacking: Entry = {}
+        known = (
+            missing.get(w.key, lacking).get(PERIOD) or self.state[w.key][PERIOD] for w in works
+        )
         gradients = zip((work.grad for work in works), known, strict=True)
         return histogram(gradients, self.options["fused"])
 
@@ -206,10 +228,10 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         every = self.options.get("codebook_refresh_every", 0)
         return self._examined[1] or bool(every and self._shared(GLOBAL_STEP) % every == 0)
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> Iterator[Entry]:
         """The state of every parameter that has one."""
         params = (param for group in self.param_groups for param in group["params"])
-        return [self.state[param] for param in params if self.state.get(param)]
+        return filter(None, map(self.state.get, params))
 
     def _shared(self, key: str) -> Any:
         found = (entry[key] for entry in self._entries() if key in entry)
@@ -219,21 +241,34 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         """Publish and update; ``active``: count the step even if this rank has no gradient."""
         if not plan.works and not active:
             return
-        for param, entry in plan.missing.items():
-            self.state[param].update(entry)
-        self._share(plan.codebook)
+        if self._repeats(plan.works) and plan.codebook is None:
+            self._shared(GLOBAL_STEP).add_(1)
+        else:
+            for param, entry in plan.missing.items():
+                self.state[param].update(entry)
+            self._share(plan.codebook)
         for work in plan.works:
-            self._count(work)
+            work.entry = self.state[work.key]
+        self._count(plan.works)
         if self.options["verbose"]:
             self._log(plan)
         self._update([work for work in plan.works if work.param.numel()])
+        self._remember(plan.works)
 
-    def _count(self, work: Work) -> None:
-        self.state[work.key][STEP] += 1
+    def _remember(self, works: list[Work]) -> None:
+        """Keep what was validated for the next step, but no gradient."""
+        if not self._repeats(works):
+            self._steady = Steady(self.param_groups, works, self.deciding)
+        elif self._steady is not None:
+            self._steady.forget()
+
+    def _count(self, works: list[Work]) -> None:
+        for work in works:
+            work.entry[STEP] += 1
 
     def _share(self, learned: Tensor | None) -> None:
         """Count the step and hand codebook and count to every parameter's state."""
-        entries = self._entries()
+        entries = list(self._entries())
         count, codebook = self._shared(GLOBAL_STEP), self._shared(CODEBOOK)
         count = torch.zeros((), dtype=torch.int64, device="cpu") if count is None else count
         count += 1
@@ -258,29 +293,30 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         if plan.codebook is not None:
             logger.info("learned a codebook from %d gradients", len(plan.works))
         for work in plan.works:
-            if PERIOD in plan.missing[work.key]:
-                period = plan.missing[work.key][PERIOD]
+            period = plan.missing.get(work.key, {}).get(PERIOD)
+            if period is not None:
                 logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
 
-    def _quantizer(self, device: torch.device, codebook: Tensor) -> Quantizer:
-        known = self._quantizers.get(device)
+    def _quantizer(self, codebook: Tensor) -> Quantizer:
+        known = self._quantizers.get(codebook.get_device())
         if known is None or known[0] is not codebook:
-            known = self._quantizers[device] = codebook, Quantizer(codebook)
+            known = self._quantizers[codebook.get_device()] = codebook, Quantizer(codebook)
         return known[1]
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
-        entry = self.state[work.key]
-        seed = int(entry[GLOBAL_STEP]), work.slot.number
+        entry, seed, codebook = work.entry, None, work.entry[CODEBOOK]
+        if work.settings["stochastic_round"]:
+            seed = int(entry[GLOBAL_STEP]), work.slot.number
         return Momentum(
-            grad=work.grad,
-            index=entry[INDEX],
-            magnitude=entry[MAGNITUDE],
-            period=entry[PERIOD],
-            beta=beta,
-            quantizer=self._quantizer(work.param.device, entry[CODEBOOK]),
-            dtype=torch.float64 if work.param.dtype == torch.float64 else torch.float32,
-            seed=seed if work.settings["stochastic_round"] else None,
+            work.grad,
+            entry[INDEX],
+            entry[MAGNITUDE],
+            entry[PERIOD],
+            beta,
+            self._quantizer(codebook),
+            torch.float64 if work.param.dtype is torch.float64 else torch.float32,
+            seed,
         )
 
     def _halves(self) -> Sequence[QuantisedOptimizer]:
@@ -288,6 +324,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _loaded(self) -> None:
         self._spare = {}
+        self._steady = None
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return checked(settings, {**self.checks, "lr": current_rate})

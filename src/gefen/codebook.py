@@ -347,7 +347,9 @@ def _look_up(x: Tensor, split: Tensor, below: Tensor, index: Tensor, out: Tensor
 _MASK = 0xFFFFFFFF
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, ...], key: tuple[int | Tensor, int | Tensor]
+) -> tuple[Tensor, ...]:
     """Philox-4x32-10 (Salmon et al. 2011): four words per counter, as int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -364,9 +366,15 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
 
 
 def counter_uniform(
-    seed_step: int, parameter: int, element_start: int, count: int, device: torch.device | str
+    seed_step: int | Tensor,
+    parameter: int,
+    element_start: int,
+    count: int,
+    device: torch.device | str,
 ) -> Tensor:
     """Uniform float32 [count] in [0, 1) that depends on the arguments alone.
+
+    A tensor ``seed_step``, int64 with one element, is not read by the host.
 
     Element e of (seed_step, parameter) is always the same number, on every device and however
     the range is cut. Philox-4x32-10 with key = ``seed_step`` and counter = (e // 4,

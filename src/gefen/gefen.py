@@ -142,25 +142,24 @@ class Gefen(QuantisedOptimizer):
 
     def _update(self, works: list[Work]) -> None:
         blocks, factored = [], []
+        adams: dict[tuple[int, int], Adam] = {}
         for work in works:
-            entry, param = self.state[work.key], work.param.detach()
-            momentum, adam = self._momentum(work, work.settings["betas"][0]), _adam(work, entry)
+            entry, settings = work.entry, work.settings
+            step = entry[STEP]
+            key = id(settings), id(step) if isinstance(step, Tensor) else step
+            adam = adams.get(key)
+            if adam is None:
+                adam = adams[key] = _adam(settings, step)
+            momentum = self._momentum(work, adam.beta1)
             if V in entry:
-                blocks.append(BlockStep(param, momentum, entry[V], adam))
+                blocks.append(BlockStep(work.param, momentum, entry[V], adam))
             else:
-                factored.append(FactoredStep(param, momentum, entry[V_ROW], entry[V_COL], adam))
+                rows, columns = entry[V_ROW], entry[V_COL]
+                factored.append(FactoredStep(work.param, momentum, rows, columns, adam))
         kernels.block_step(blocks, self.options["fused"])
         kernels.factored_step(factored, self.options["fused"])
 
 
-def _adam(work: Work, entry: dict[str, Any]) -> Adam:
-    settings, step = work.settings, entry[STEP]
+def _adam(settings: dict[str, Any], step: Any) -> Adam:
     beta1, beta2 = settings["betas"]
-    return Adam(
-        lr=settings["lr"],
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        beta2=beta2,
-        correction1=1 - beta1**step,
-        correction2=1 - beta2**step,
-    )
+    return Adam(settings["lr"], settings["weight_decay"], settings["eps"], beta1, beta2, step)

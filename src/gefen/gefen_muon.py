@@ -101,6 +101,8 @@ class GefenMuon(QuantisedOptimizer):
         "cautious": check.flag,
     }
 
+    deciding = ("normuon", "sharded_mode")
+
     def __init__(
         self,
         params: ParamsT,
@@ -167,10 +169,11 @@ class GefenMuon(QuantisedOptimizer):
             spec.counts[NORMUON_STEP] = 0
         return spec
 
-    def _count(self, work: Work) -> None:
-        super()._count(work)
-        if work.settings["normuon"] and not self._is_whole(work.slot):
-            self.state[work.key][NORMUON_STEP] += 1
+    def _count(self, works: list[Work]) -> None:
+        super()._count(works)
+        for work in works:
+            if work.settings["normuon"] and not self._is_whole(work.slot):
+                work.entry[NORMUON_STEP] += 1
 
     def _is_whole(self, slot: Slot) -> bool:
         """Whether ranks that share the matrix step it as a whole, rather than their shards."""
@@ -267,7 +270,7 @@ class GefenMuon(QuantisedOptimizer):
                 yield work, self._evened(work, update)
 
     def _evened(self, work: Work, update: Tensor) -> Tensor:
-        settings, entry = work.settings, self.state[work.key]
+        settings, entry = work.settings, work.entry
         if not settings["normuon"]:
             return update
         even = normalise_rows(

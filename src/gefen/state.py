@@ -50,6 +50,9 @@ SHARED = (CODEBOOK, GLOBAL_STEP)
 COUNTS = (STEP, GLOBAL_STEP)
 """Keys whose tensors are read by the host and stay on the CPU."""
 
+COUNTED = (STEP, NORMUON_STEP)
+"""Keys of what a step counts for each parameter."""
+
 NEVER_NEGATIVE = (MAGNITUDE, V, V_ROW, V_COL, NORMUON_V, EXP_AVG_SQ)
 
 LARGEST_COUNT = 2**63 - 1

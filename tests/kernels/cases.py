@@ -92,7 +92,7 @@ def quantizer() -> Quantizer:
 
 
 QUANTIZER = quantizer()
-ADAM = Adam(lr=1e-2, weight_decay=0.1, eps=1e-8, beta2=0.99, correction1=0.1, correction2=0.01)
+ADAM = Adam(lr=1e-2, weight_decay=0.1, eps=1e-8, beta1=0.9, beta2=0.99, step=1)
 
 
 def momentum(case: Case, book: Quantizer = QUANTIZER) -> tuple[Momentum, Tensor, Tensor]:

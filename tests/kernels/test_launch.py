@@ -29,7 +29,7 @@ from torch import Tensor
 
 import gefen
 from gefen.codebook import BINS
-from gefen.kernels import launch, packing, reference
+from gefen.kernels import launch, packing, reference, scalars
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
 
 bounded = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -51,8 +51,8 @@ def test_probe(emulator: Emulator) -> None:
 
 
 def test_tables_are_laid_out_as_the_kernels_read_them(emulator: Emulator) -> None:
-    entries = [packing._TASK.size, packing._FACTORS.size, len(packing.codebook(QUANTIZER))]
-    assert [emulator.size(i) for i in range(4)] == [*entries, packing._HEADER.size]
+    entries = [packing.TASK.itemsize, packing.FACTORS.itemsize, len(packing.codebook(QUANTIZER))]
+    assert [emulator.size(i) for i in range(4)] == [*entries, packing.HEADER.itemsize]
     real = Emulator(REAL)
     for driver, geometry in ((emulator, SMALL), (real, REAL)):
         sizes = [geometry.threads, geometry.warp, geometry.tile, geometry.strip, packing.PANEL]
@@ -191,15 +191,17 @@ def test_elements_beyond_32_bits(emulator: Emulator) -> None:
     entry.index = shifted(own.index)
     entry.magnitude = shifted(own.magnitude, skipped // period)
     entry.v = shifted(mine_v, skipped // period)
-    entry.mix, entry.beta2, entry.eps = 1 - own.beta, ADAM.beta2, ADAM.eps
-    entry.share, entry.root2 = (1 - ADAM.beta2) / period, ADAM.correction2**0.5
-    launch._set_rates(entry, ADAM)
+    steps = BlockStep(param, task, v, ADAM)
+    launched = launch.Launch(geometry, 0)
+    launched.steps("block_step", [entry])
+    plan = launched.plan([entry], 0)
     book = packing.codebook(QUANTIZER)
-    table = packing.table([entry], [entry.items], book.data_ptr())
-    memory = torch.frombuffer(bytearray(table), dtype=torch.int64)
+    plan.place(plan.parts[0].rows["grad"]["data"].copy(), book.data_ptr(), 0)
+    plan.write(scalars.Adams([steps]).columns(plan.flags))
+    memory = torch.frombuffer(plan.content, dtype=torch.int64)
     emulator.run("block_step", entry.items - 1, entry.items, memory, entry.items)
     before = param.clone()
-    reference.block_step([BlockStep(param, task, v, ADAM)])
+    reference.block_step([steps])
     same_param(mine, param, before, same_momentum(own, task))
     close(mine_v, v, rtol=2e-6)
 

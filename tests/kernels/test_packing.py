@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 from cases import QUANTIZER
@@ -11,6 +12,7 @@ from torch import Tensor
 from gefen.codebook import SIZE, Quantizer
 from gefen.kernels import packing
 from gefen.kernels.packing import Geometry, Task
+from gefen.kernels.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_codebook(entries: Tensor) -> None:
 
 
 def test_scalars_that_single_precision_cannot_hold() -> None:
-    entry = Task(packing.NO_VIEW, 1, 1, 1, 1, seed=(-1, 1 << 70))
-    entry.rate, entry.eps, entry.keep = 1e300, -1e300, math.nan
-    packed = entry.packed()
-    assert packed[176:192] == b"\xff" * 8 + b"\0" * 8
-    values = struct.unpack("<7f", packed[192:220])
-    assert values[4:6] == (-math.inf, math.inf)
-    assert math.isnan(values[6])
+    entry = Task(packing.NO_VIEW, 1, 1, 1, 1)
+    plan = Plan([("momentum", [0], [entry], [1])], [], 0, np.array([0]))
+    values = {"rate": 1e300, "eps": -1e300, "keep": math.nan}
+    plan.write({name: np.array([value]) for name, value in values.items()})
+    (row,) = plan.parts[0].rows
+    assert (row["rate"], row["eps"]) == (math.inf, -math.inf)
+    assert math.isnan(row["keep"])

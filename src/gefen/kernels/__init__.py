@@ -64,10 +64,11 @@ def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bo
 
 
 def _by_device(tasks: Sequence[Task]) -> dict[torch.device, list[Task]]:
-    parts: dict[torch.device, list[Task]] = {}
-    for task in tasks:
-        parts.setdefault(task.momentum.grad.device, []).append(task)
-    return parts
+    numbers = [task.momentum.grad.get_device() for task in tasks]
+    parts: dict[int, list[Task]] = {}
+    for number, task in zip(numbers, tasks, strict=True):
+        parts.setdefault(number, []).append(task)
+    return {part[0].momentum.grad.device: part for part in parts.values()}
 
 
 def _backend(device: torch.device, fused: bool) -> Backend:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gefen.codebook import Quantizer
-from gefen.kernels import packing, reference
+from gefen.kernels import packing, reference, scalars
 from gefen.kernels.packing import Factors, Geometry, Task
-from gefen.kernels.tasks import Adam, BlockStep, DenseMomentum, FactoredStep, Momentum
+from gefen.kernels.plan import Numbers, Plan, place
+from gefen.kernels.scalars import Scalars
+from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
 
 BLOCK = 256
 """Threads of each block, in every kernel: THREADS in platform.cuh."""
 
 RESIDENT = 4
 """Blocks of threads that a multiprocessor is given; each works through many items."""
+
+REMEMBERED = 1024
+"""Plans that are kept for each driver: of the matrices of a GefenMuon, each has one."""
 
 
 class Driver(Protocol):
@@ -43,6 +51,10 @@ def probe(driver: Driver, device: torch.device | str, items: int = 1000) -> bool
 
 
 T = TypeVar("T", DenseMomentum, BlockStep, FactoredStep)
+
+_Plans: TypeAlias = OrderedDict[Hashable, tuple[Any, Plan]]
+
+_plans: weakref.WeakKeyDictionary[Driver, _Plans] = weakref.WeakKeyDictionary()
 
 
 class Kernels:
@@ -70,107 +82,152 @@ class Kernels:
     def momentum_update(self, tasks: Sequence[DenseMomentum]) -> None:
         """As :func:`gefen.kernels.reference.momentum_update`."""
         for quantizer, part in self._served(tasks, reference.momentum_update):
-            launch = Launch(self._geometry, self._device, self._arena)
-            entries = [
-                launch.momentum(
-                    task.momentum,
-                    param=launch.written(task.out),
-                    flags=packing.NESTEROV * task.nesterov,
-                )
-                for task in part
-            ]
-            launch.steps("momentum", entries, quantizer)
-            self._run(launch)
+            nesterov = [task.nesterov for task in part]
+            self._step("momentum", part, [], nesterov, quantizer, scalars.Momenta(part))
 
     def block_step(self, tasks: Sequence[BlockStep]) -> None:
         """As :func:`gefen.kernels.reference.block_step`."""
         for quantizer, part in self._served(tasks, reference.block_step):
-            launch = Launch(self._geometry, self._device, self._arena)
-            entries = []
-            for task in part:
-                entry = launch.momentum(task.momentum, param=launch.edited(task.param))
-                entry.v = task.v.data_ptr()
-                entry.beta2 = task.adam.beta2
-                entry.share = (1 - task.adam.beta2) / task.momentum.period
-                entry.root2 = math.sqrt(task.adam.correction2)
-                _set_rates(entry, task.adam)
-                entries.append(entry)
-            launch.steps("block_step", entries, quantizer)
-            self._run(launch)
+            moments = [task.v for task in part]
+            self._step("block_step", part, moments, [], quantizer, scalars.Adams(part))
 
     def factored_step(self, tasks: Sequence[FactoredStep]) -> None:
         """As :func:`gefen.kernels.reference.factored_step`."""
         for quantizer, part in self._served(tasks, reference.factored_step):
-            launch = Launch(self._geometry, self._device, self._arena)
-            factors, entries = [], []
-            for task in part:
-                entry = launch.momentum(task.momentum, param=launch.edited(task.param))
-                _set_rates(entry, task.adam)
-                factors.append(launch.factors(task, entry))
-                entries.append(entry)
-            launch.averages(factors)
-            launch.steps("factored_step", entries, quantizer)
-            self._run(launch)
+            moments = [tensor for task in part for tensor in (task.row, task.column)]
+            self._step("factored_step", part, moments, [], quantizer, scalars.Adams(part))
 
     def histogram(self, gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
         """As :func:`gefen.kernels.reference.histogram`; ``counts`` lies on this device."""
-        launch = Launch(self._geometry, self._device, self._arena)
-        entries = []
+        launch = Launch(self._geometry, self._arena)
+        grads, entries = [], []
         for grad, period in gradients:
             if grad.dtype not in packing.KINDS:
                 reference.histogram([(grad, period)], counts)
             elif grad.numel():
+                grads.append(grad)
                 entries.append(launch.task(grad, period))
         if entries:
-            launch.counts = counts.data_ptr()
-            launch.steps("histogram", entries, None)
-            self._run(launch)
+            launch.steps("histogram", entries)
+            self._run(launch.plan(entries, 0), launch.lying(grads), 0, counts.data_ptr(), None)
 
     def _served(
         self, tasks: Sequence[T], fallback: Callable[[Sequence[T]], None]
     ) -> Iterator[tuple[Quantizer, list[T]]]:
         """Tasks by codebook; those that kernels cannot serve go to the fallback."""
+        targets, grads = _targets(tasks), [task.momentum.grad for task in tasks]
+        dtypes = zip(map(_DTYPE, targets), map(_DTYPE, grads), strict=True)
+        sizes = map(Tensor.numel, targets)
+        kinds = packing.KINDS
         parts: dict[Quantizer, list[T]] = {}
-        for task in tasks:
-            target = task.out if isinstance(task, DenseMomentum) else task.param
-            if not {target.dtype, task.momentum.grad.dtype} <= packing.KINDS.keys():
+        for task, (dtype, other), size in zip(tasks, dtypes, sizes, strict=True):
+            if dtype not in kinds or other not in kinds:
                 fallback([task])
-            elif target.numel():
+            elif size:
                 parts.setdefault(task.momentum.quantizer, []).append(task)
         yield from parts.items()
 
-    def _run(self, launch: Launch) -> None:
-        for kernel, table, items in launch.tables():
-            self._driver.launch(kernel, min(items, self._most), table, items)
-        launch.finish()
+    def _step(
+        self,
+        kernel: str,
+        tasks: Sequence[Any],
+        moments: list[Tensor],
+        nesterov: list[bool],
+        quantizer: Quantizer,
+        values: Scalars,
+    ) -> None:
+        """Run an operation as it ran before, where all tensors lie as they did."""
+        momenta: list[Momentum] = [task.momentum for task in tasks]
+        grads, targets = [momentum.grad for momentum in momenta], _targets(tasks)
+        states = [t for m in momenta for t in (m.index, m.magnitude)] + moments
+        pointers = list(map(Tensor.data_ptr, states + targets))
+        key = kernel, self._geometry, self._arena, self._device, pointers[0]
+        form = pointers, [m.period for m in momenta], nesterov, _forms(grads), _forms(targets)
+        plans = _plans.setdefault(self._driver, OrderedDict())
+        # Taken out while in use: another thread makes its own.
+        known, plan = plans.pop(key, (None, None))
+        launch = None
+        if plan is None or known != form:
+            launch = Launch(self._geometry, self._arena)
+            plan = launch.operation(kernel, tasks, nesterov, values.constants)
+            grads = launch.lying(grads)
+        book = packing.codebook(quantizer)
+        self._run(plan, grads, book.data_ptr(), 0, values)
+        if launch is None or not launch.copied:
+            plans[key] = form, plan
+        else:
+            launch.finish()
+        while len(plans) > REMEMBERED:
+            plans.popitem(last=False)
+
+    def _run(
+        self, plan: Plan, grads: Sequence[Tensor], book: int, counts: int, values: Scalars | None
+    ) -> None:
+        plan.place(_addresses(grads), book, counts)
+        if values is not None:
+            plan.write(values.columns(plan.flags))
+            values.write_constants(plan.constants)
+        buffers = plan.scratch(self._device)
+        memory = self._uploaded(plan.content)
+        found = {} if values is None else values.on_device(memory)
+        for part, table in plan.tables(memory, found):
+            self._driver.launch(part.kernel, min(part.items, self._most), table, part.items)
+        del buffers  # not before
+
+    def _uploaded(self, content: bytearray) -> Tensor:
+        """A copy on the device, without waiting for what that is doing."""
+        words = torch.frombuffer(content, dtype=torch.int64)
+        if self._device.type == "cuda":
+            return words.pin_memory().to(self._device, non_blocking=True)
+        return words.to(self._device, copy=True)
 
 
-def _set_rates(entry: Task, adam: Adam) -> None:
-    decay = adam.lr * adam.weight_decay
-    entry.rate = adam.lr / adam.correction1
-    entry.eps, entry.keep = adam.eps, 1 - decay
-    entry.flags |= packing.DECAYS * bool(decay)
+def _targets(tasks: Sequence[Any]) -> list[Tensor]:
+    """What tasks of one kind write."""
+    if tasks and isinstance(tasks[0], DenseMomentum):
+        return [task.out for task in tasks]
+    return [task.param for task in tasks]
+
+
+def _forms(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """All of how tensors lie, but for where."""
+    return list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
+
+
+_DTYPE, _SHAPE, _STRIDE = attrgetter("dtype"), attrgetter("shape"), Tensor.stride
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Numbers:
+    return np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
 
 
 class Launch:
-    """The launches of one operation: their tables, and what must stay alive meanwhile."""
+    """Plans the launches of one operation."""
 
-    def __init__(self, geometry: Geometry, device: torch.device, arena: int) -> None:
-        self.counts = 0
-        self._arena, self._free, self._next = arena, 0, 0
-        self._geometry, self._device = geometry, device
-        self._alive: list[Tensor] = []
+    def __init__(self, geometry: Geometry, arena: int) -> None:
+        self._arena, self._geometry = arena, geometry
+        self._buffers: list[int] = []
+        self._free = 0
+        self._lying: dict[int, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._planned: list[tuple[str, bytes, int]] = []
+        self._planned: list[tuple[str, list[int], Sequence[Task | Factors], list[int]]] = []
+
+    @property
+    def copied(self) -> bool:
+        """Whether tensors had to be copied, so that the plan holds for this once."""
+        return bool(self._lying or self._copies)
 
     def read(self, tensor: Tensor) -> packing.View:
         """Where a tensor lies that is only read; a copy of it if it has many strides."""
         found = packing.view(tensor)
         if found is None:
-            tensor = tensor.contiguous()
-            self._alive.append(tensor)
-            return self.read(tensor)
+            copy = self._lying[id(tensor)] = tensor.contiguous()
+            return self.read(copy)
         return found
+
+    def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that were read, or the copies of them."""
+        return [self._lying.get(id(tensor), tensor) for tensor in tensors]
 
     def edited(self, tensor: Tensor) -> packing.View:
         """Where a tensor lies that is changed in place."""
@@ -181,39 +238,52 @@ class Launch:
             return self.edited(copy)
         return found
 
-    written = edited
-
     def scratch(self, count: int) -> int:
-        """Address of ``count`` words of 32 bits with arbitrary content, aligned to 64 bits."""
-        words = -(-count // 2) * 2
+        """Place of ``count`` words of 32 bits with arbitrary content, aligned to 64 bits."""
+        words = -(-count // 2)
         if words > self._free:
-            self._free = max(words, self._arena)
-            buffer = torch.empty(self._free // 2, dtype=torch.int64, device=self._device)
-            self._alive.append(buffer)
-            self._next = buffer.data_ptr()
-        found = self._next
-        self._next, self._free = found + 4 * words, self._free - words
-        return found
+            self._free = max(words, self._arena // 2)
+            self._buffers.append(0)
+        at = self._buffers[-1]
+        self._buffers[-1], self._free = at + words, self._free - words
+        return place(len(self._buffers) - 1, 8 * at)
 
     def task(self, grad: Tensor, period: int) -> Task:
         """A gradient in blocks."""
         span, chunks = self._geometry.cut(period)
         return Task(self.read(grad), grad.numel(), period, span, chunks)
 
-    def momentum(self, momentum: Momentum, param: packing.View, flags: int = 0) -> Task:
-        """A gradient and the momentum that it advances."""
+    def operation(
+        self, kernel: str, tasks: Sequence[Any], nesterov: list[bool], constants: int
+    ) -> Plan:
+        """The plan of a step's kernel and of those that it needs before."""
+        entries = [self._momentum(task) for task in tasks]
+        for entry, flag in zip(entries, nesterov, strict=False):
+            entry.flags |= packing.NESTEROV * flag
+        if kernel == "factored_step":
+            factors = [self._factors(*pair) for pair in zip(tasks, entries, strict=True)]
+            self._averages(factors)
+        self.steps(kernel, entries)
+        return self.plan(entries, constants)
+
+    def plan(self, entries: Sequence[Task], constants: int) -> Plan:
+        """Of everything that was planned."""
+        flags = np.array([entry.flags for entry in entries], dtype=np.int32)
+        return Plan(self._planned, self._buffers, constants, flags)
+
+    def _momentum(self, task: Any) -> Task:
+        """A gradient, the momentum that it advances and what that is made into."""
+        momentum: Momentum = task.momentum
         entry = self.task(momentum.grad, momentum.period)
-        entry.param, entry.flags = param, flags
+        entry.param = self.edited(task.out if isinstance(task, DenseMomentum) else task.param)
         entry.index, entry.magnitude = momentum.index.data_ptr(), momentum.magnitude.data_ptr()
-        entry.mix = 1 - momentum.beta
-        if momentum.seed is not None:
-            entry.seed = momentum.seed
-            entry.flags |= packing.STOCHASTIC
+        if isinstance(task, BlockStep):
+            entry.v = task.v.data_ptr()
         if entry.index % packing.WIDTH == 0:
             entry.flags |= packing.ALIGNED
         return entry
 
-    def factors(self, task: FactoredStep, entry: Task) -> Factors:
+    def _factors(self, task: FactoredStep, entry: Task) -> Factors:
         """The second moment of a matrix; ``entry`` learns where its roots will lie."""
         rows, columns = task.param.shape
         strips, panels = -(-columns // self._geometry.strip), -(-rows // packing.PANEL)
@@ -231,49 +301,29 @@ class Launch:
             columns=columns,
             strips=strips,
             panels=panels,
-            beta2=task.adam.beta2,
-            correction2=task.adam.correction2,
         )
 
-    def averages(self, factors: list[Factors]) -> None:
+    def _averages(self, factors: list[Factors]) -> None:
         """Plan the launches that advance factored second moments."""
         threads, warp = self._geometry.threads, self._geometry.warp
         means = [-(-f.rows // threads) + -(-f.columns // warp) for f in factors]
-        self._plan("factor_sums", factors, [f.panels * f.strips for f in factors])
-        self._plan("factor_means", factors, means)
-        self._plan("factor_roots", factors, [1] * len(factors))
+        every = list(range(len(factors)))
+        sums = [f.panels * f.strips for f in factors]
+        for kernel, items in (("factor_sums", sums), ("factor_means", means)):
+            self._planned.append((kernel, every, factors, items))
+        self._planned.append(("factor_roots", every, factors, [1] * len(factors)))
 
-    def steps(self, kernel: str, entries: list[Task], quantizer: Quantizer | None) -> None:
+    def steps(self, kernel: str, entries: list[Task]) -> None:
         """Plan ``kernel``, and before it the peaks of blocks that are cut in chunks."""
-        book = 0
-        if quantizer is not None:
-            values = packing.codebook(quantizer)
-            self._alive.append(values)
-            book = values.data_ptr()
-        cut = [entry for entry in entries if entry.chunks > 1]
-        for entry in cut:
-            entry.peaks, entry.before = (
-                self.scratch(2 * entry.items),
-                self.scratch(2 * entry.blocks),
-            )
+        cut = [i for i, entry in enumerate(entries) if entry.chunks > 1]
+        for i in cut:
+            entries[i].peaks = self.scratch(2 * entries[i].items)
+            entries[i].before = self.scratch(2 * entries[i].blocks)
         if cut:
-            self._plan("peaks", cut, [entry.items for entry in cut], book)
-        self._plan(kernel, entries, [entry.items for entry in entries], book)
-
-    def _plan(
-        self, kernel: str, entries: Sequence[Task | Factors], items: list[int], book: int = 0
-    ) -> None:
-        table = packing.table(entries, items, book, self.counts)
-        self._planned.append((kernel, table, sum(items)))
-
-    def tables(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(kernel, its table on the device, items) in order; all tables are copied at once."""
-        whole = bytearray(b"".join(table for _, table, _ in self._planned))
-        memory = torch.frombuffer(whole, dtype=torch.int64).to(self._device, copy=True)
-        at = 0
-        for kernel, table, items in self._planned:
-            yield kernel, memory[at : at + len(table) // 8], items
-            at += len(table) // 8
+            some = [entries[i] for i in cut]
+            self._planned.append(("peaks", cut, some, [entry.items for entry in some]))
+        items = [entry.items for entry in entries]
+        self._planned.append((kernel, list(range(len(entries))), entries, items))
 
     def finish(self) -> None:
         """Write back what was copied, once the launches are under way."""

@@ -152,7 +152,7 @@ class Task:
         """Work items of the task."""
         return self.blocks * self.chunks if self.chunks > 1 else -(-self.n // self.span)
 
-    def row(self) -> tuple[Any, ...]:
+    def fields(self) -> tuple[Any, ...]:
         """Fields in order; those that change with every step are neutral."""
         return (
             *(self.grad, self.param),

@@ -7,7 +7,6 @@ rounded after weight decay and after the update, as torch.optim rounds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from gefen.codebook import accumulate_histogram, counter_uniform
 from gefen.flat import edited, load, rectangles
-from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum
+from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum, Scalar
 
 CHUNK = 1 << 18
 """Elements that are worked on at a time."""
@@ -59,14 +58,15 @@ def block_step(tasks: Sequence[BlockStep]) -> None:
     for task in tasks:
         adam, momentum = task.adam, task.momentum
         scratch = Scratch(momentum.dtype, task.param.device)
+        rate, decay, root2 = adam.rate, adam.decay, adam.root2
         _average_blocks(momentum, task.v, adam.beta2, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             first = start // momentum.period
             v = task.v[first : first + len(top), None].to(top.dtype)
-            below = v.sqrt().div_(math.sqrt(adam.correction2)).add_(adam.eps)
-            step = (top * (adam.lr / adam.correction1)).div_(below)
+            below = v.sqrt().div_(root2).add_(adam.eps)
+            step = (top * rate).div_(below)
             with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
-                _decay(param, adam.lr * adam.weight_decay, task.param.dtype)
+                _decay(param, decay, task.param.dtype)
                 param.view_as(entry).addcmul_(entry, step, value=-1)
 
 
@@ -76,14 +76,15 @@ def factored_step(tasks: Sequence[FactoredStep]) -> None:
         adam, momentum = task.adam, task.momentum
         scratch = Scratch(momentum.dtype, task.param.device)
         _average_factors(task, scratch)
+        rate, decay = adam.rate, adam.decay
         total = task.row.mean(dtype=momentum.dtype).mul_(adam.correction2)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             below = scratch.take("below", stop - start)
             _root(task, total, start, below)
             step = entry.mul_(top).view(-1)
             with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
-                _decay(param, adam.lr * adam.weight_decay, task.param.dtype)
-                param.addcdiv_(step, below.add_(adam.eps), value=-adam.lr / adam.correction1)
+                _decay(param, decay, task.param.dtype)
+                _subtract_quotient(param, step, below.add_(adam.eps), rate)
 
 
 def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
@@ -96,7 +97,7 @@ def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
 
 
 def matrix_step(
-    param: Tensor, update: Tensor, lr: float, weight_decay: float, cautious: Tensor | None
+    param: Tensor, update: Tensor, lr: Scalar, weight_decay: Scalar, cautious: Tensor | None
 ) -> None:
     """p ← p(1 − weight_decay) − lr·update; ``weight_decay`` includes the learning rate.
 
@@ -114,7 +115,7 @@ def matrix_step(
             step = _masked(step, grad, share)
         with edited(param, start, stop, scratch.take("param", stop - start)) as values:
             _decay(values, weight_decay, param.dtype)
-            values.add_(step, alpha=-lr)
+            _subtract(values, step, lr)
 
 
 def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,12 +138,28 @@ def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
     return (agreeing / n).clamp_(min=SMALLEST_SHARE)
 
 
-def _decay(values: Tensor, weight_decay: float, dtype: torch.dtype) -> None:
+def _subtract_quotient(values: Tensor, step: Tensor, below: Tensor, rate: Scalar) -> None:
+    """values ← values − rate·step / below; may overwrite ``step``."""
+    if isinstance(rate, Tensor):
+        values.sub_(step.mul_(rate).div_(below))
+    else:
+        values.addcdiv_(step, below, value=-rate)
+
+
+def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
+    """values ← values − rate·step."""
+    if isinstance(rate, Tensor):
+        values.addcmul_(step, rate.to(values.dtype), value=-1)
+    else:
+        values.add_(step, alpha=-rate)
+
+
+def _decay(values: Tensor, weight_decay: Scalar, dtype: torch.dtype) -> None:
     """p ← p(1 − weight_decay), rounded to the parameter's ``dtype`` as an operation of its own.
 
     torch.optim.AdamW rounds here too, so that decay below half a unit in the last place is lost.
     """
-    if weight_decay:
+    if isinstance(weight_decay, Tensor) or weight_decay:
         values.mul_(1 - weight_decay)
         if values.dtype != dtype:
             values.copy_(values.to(dtype))

@@ -1,0 +1,149 @@
+"""Steps that repeat: what one has validated holds for the next while nothing has changed since.
+
+Everything a step looks at is compared with what it was, by identity and by where and how tensors
+lie; this takes a few microseconds for each parameter, where validating takes a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gefen.state import COUNTED, LARGEST_COUNT, Entry
+
+if TYPE_CHECKING:
+    from gefen.base import Work
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+_OF_EACH: tuple[Any, ...] = (
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    attrgetter("is_leaf"),
+    Tensor.stride,
+    Tensor.get_device,
+)
+
+
+def forms(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
+    """How plain dense tensors look and, last, their addresses; None if others are among them."""
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return None
+    try:
+        found = [list(map(of, tensors)) for of in _OF_EACH]
+        found.append(list(map(Tensor.data_ptr, tensors)))
+    except RuntimeError:  # sparse or nested
+        return None
+    # Without numbers: empty, or on the meta device.
+    return None if 0 in found[-1] else found
+
+
+class Steady:
+    """The works of a step, to be used again by the next one."""
+
+    works: list[Work]
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], works: list[Work], deciding: Sequence[str]
+    ) -> None:
+        """deciding: settings that decide which state there is."""
+        self.works, self._deciding = works, deciding
+        self._groups = [(group, *_registered(group)) for group in groups]
+        self._absent = [param.grad is None for group in groups for param in group["params"]]
+        self._chosen = [[group[key] for key in deciding] for group in groups]
+        self._entries = [work.entry for work in works]
+        self._sizes = list(map(len, self._entries))
+        self._readers = [_reader(entry) for entry in self._entries]
+        self._values = self._read()
+        # The shared ones once.
+        state = {id(value): value for value in self._values if isinstance(value, Tensor)}
+        self._tensors = [work.param for work in works] + list(state.values())
+        self._forms = forms(self._tensors)
+        self._grads = forms([work.grad for work in works])
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        for work in self.works:
+            work.grad = _NO_GRAD
+
+    def revive(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Entry]
+    ) -> list[Work] | None:
+        """The works, with the gradients that there are now; None where anything has changed."""
+        if self._forms is None or self._grads is None or not self._same_groups(groups):
+            return None
+        params = [param for group in groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        if [grad is None for grad in grads] != self._absent or not self._same_state(state):
+            return None
+        present = [grad for grad in grads if grad is not None]
+        looks = forms(present)
+        if looks is None or looks[:-1] != self._grads[:-1] or forms(self._tensors) != self._forms:
+            return None
+        for work, grad in zip(self.works, present, strict=True):
+            work.grad = grad
+        return self.works
+
+    def _same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        if len(groups) != len(self._groups):
+            return False
+        return all(
+            group is known
+            and _registered(group)[1] == names
+            and len(group["params"]) == len(params)
+            and all(map(is_, group["params"], params))
+            and [group.get(key) for key in self._deciding] == chosen
+            for group, (known, params, names), chosen in zip(
+                groups, self._groups, self._chosen, strict=True
+            )
+        )
+
+    def _same_state(self, state: Mapping[Tensor, Entry]) -> bool:
+        entries = [state.get(work.slot.param) for work in self.works]
+        if not all(map(is_, entries, self._entries)):
+            return False
+        if list(map(len, self._entries)) != self._sizes:
+            return False
+        try:
+            values = self._read()
+        except KeyError:
+            return False
+        return all(map(is_, values, self._values)) and _counted(self._entries)
+
+    def _read(self) -> list[Any]:
+        read = (reader(entry) for reader, entry in zip(self._readers, self._entries, strict=True))
+        return list(chain.from_iterable(read))
+
+
+_NO_GRAD = torch.empty(0)
+
+
+def _registered(group: Mapping[str, Any]) -> tuple[list[Tensor], list[str]]:
+    return list(group["params"]), list(group.get("param_names", ()))
+
+
+def _reader(entry: Entry) -> Any:
+    """What reads the values of an entry that a step does not replace."""
+    return itemgetter(*(key for key, value in entry.items() if not _is_count(key, value)))
+
+
+def _is_count(key: str, value: Any) -> bool:
+    return key in COUNTED and not isinstance(value, Tensor)
+
+
+def _counted(entries: Sequence[Entry]) -> bool:
+    """Whether what steps count on the host still are whole numbers that they can count on."""
+    for key in COUNTED:
+        counts = [entry[key] for entry in entries if key in entry]
+        if not {int, Tensor}.issuperset(map(type, counts)):
+            return False
+        numbers = [count for count in counts if type(count) is int]
+        if numbers and not 0 < min(numbers) <= max(numbers) < LARGEST_COUNT:
+            return False
+    return True
