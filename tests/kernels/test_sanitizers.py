@@ -119,8 +119,8 @@ def test_a_missing_barrier_is_noticed(short_recording: Path, tmp_path: Path) -> 
 
 def test_a_missing_guard_is_noticed(short_recording: Path, tmp_path: Path) -> None:
     """Without it, the tail of a tensor is written beyond its end."""
-    guard = "to = element + WIDTH > stop ? (int)(stop - element) : WIDTH;"
-    sources = changed(tmp_path / "src", "vector.cuh", guard, "to = stop < start ? 0 : WIDTH;")
+    guard = "to = size - number * WIDTH < WIDTH ? size - number * WIDTH : WIDTH;"
+    sources = changed(tmp_path / "src", "vector.cuh", guard, "to = size < 0 ? 0 : WIDTH;")
     done = replay((*COMMON, ONLY, "-fsanitize=address"), short_recording, sources)
     assert done.returncode not in (0, 3)
     assert "ERROR: AddressSanitizer: heap-buffer-overflow" in done.stderr

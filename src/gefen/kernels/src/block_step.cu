@@ -12,15 +12,17 @@ struct Block : Quantised<Block> {
         return {old.magnitude, fresh.magnitude, fresh.magnitude * task.rate / below};
     }
 
-    template <class Outcomes>
-    __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
-                                 const Packed&, const Packed& packed, const Outcomes& outcomes) {
+    __device__ static void write(const Walk<Block>& walk, const Place& place, const Split& split,
+                                 float (&entry)[WIDTH], const Packed&, const Packed& packed) {
+        const Task& task = walk.task;
         float param[WIDTH];
         packed.unpack(task.param.kind, param);
         decay(task, param);
+        float step[WIDTH];
+        walk.spread(&Outcome::step, split, step);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
-            param[j] = fmaf(-entry[j], outcomes.at(j).step, param[j]);
+            param[j] = fmaf(-entry[j], step[j], param[j]);
         }
         store(task.param, place, param);
     }

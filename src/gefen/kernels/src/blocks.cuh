@@ -12,13 +12,18 @@
 //   quantised(task): whether the elements are a quantised momentum mixed with the gradient,
 //     rather than the gradient itself.
 //   settle(task, old moments, peak, new moments): what its block's elements need to know.
-//   apply(shared, place, values, gradient, outcomes): the rest.
+//   apply(walk, place, split, values, gradient): the rest.
+//
+// There is one copy of each part, for all lengths of blocks and kinds of numbers: each kernel is
+// compiled for many architectures, on the user's machine too.
 #pragma once
 
 #include "quantise.cuh"
 
 #define TILE_VECTORS (2 * THREADS)  // as in packing.py
 #define TILE (TILE_VECTORS * WIDTH)
+#define LOG_WARP (WARP == 32 ? 5 : WARP == 8 ? 3 : 2)
+static_assert(1 << LOG_WARP == WARP);
 
 // What a block's elements need to know.
 struct Outcome {
@@ -60,13 +65,22 @@ struct Stage<false> {
     __device__ void get(int, Source&) const {}
 };
 
+// What a thread knows of a block's peak.
+struct Part {
+    double total;
+    unsigned top;
+};
+
 template <class Op>
 struct Shared {
     Task task;
     Codebook codebook;
     Stage<Op::STAGES> stage;
     typename Op::Memory memory;
-    Peak cells[2 * TILE_VECTORS];
+    union {
+        Peak cells[2 * TILE_VECTORS];
+        Part parts[THREADS];  // of items that do not fit in a tile
+    };
     Peak warps[THREADS / WARP];
     Outcome outcomes[2 * TILE_VECTORS];
 };
@@ -85,9 +99,8 @@ __device__ inline Peak joined_lanes(Peak peak, int lanes) {
     return peak;
 }
 
-// Of all threads, in each of them. `warps` is scratch.
-__device__ inline Peak joined_threads(Peak peak, Peak (&warps)[THREADS / WARP]) {
-    peak = joined_lanes(peak, WARP);
+// Of all warps, each of whose lanes has its own, in each thread. `warps` is scratch.
+__device__ inline Peak joined_warps(const Peak& peak, Peak (&warps)[THREADS / WARP]) {
     __syncthreads();
     if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = peak;
     __syncthreads();
@@ -96,192 +109,158 @@ __device__ inline Peak joined_threads(Peak peak, Peak (&warps)[THREADS / WARP]) 
     return all;
 }
 
-// Where a vector's elements lie among blocks of at least eight elements: those before `cut` in
-// `block`, the others in the next one.
+// Of all threads, in each of them.
+__device__ inline Peak joined_threads(const Peak& peak, Peak (&warps)[THREADS / WARP]) {
+    return joined_warps(joined_lanes(peak, WARP), warps);
+}
+
+// Where a vector's elements lie among an item's blocks: those before `cut` in `block`, the others
+// in the next one. Of blocks shorter than a vector, each element counts as a block of its own.
 struct Split {
     int block, cut;
-
-    __device__ Split(int offset, unsigned period) {
-        block = offset < 0 ? -1 : (int)((unsigned)offset / period);
-        const long long end = (block + 1LL) * period - offset;
-        cut = end < WIDTH ? (int)end : WIDTH;
-    }
 };
-
-// A value for each element of a vector that touches at most two blocks.
-template <class T>
-struct Halves {
-    T first, second;
-    int cut;
-
-    __device__ explicit Halves(const T& value) : first(value), second(value), cut(WIDTH) {}
-
-    __device__ Halves(const T* values, int offset, unsigned period, const Place& place) {
-        const Split split(offset, period);
-        cut = split.cut;
-        first = values[split.block < 0 ? 0 : split.block];
-        second = cut < place.to ? values[split.block + 1] : first;
-    }
-
-    __device__ T at(int j) const { return j < cut ? first : second; }
-};
-
-// For blocks of less than eight elements. Looked up each time, which is slow but needs few
-// registers: such blocks are rare.
-template <class T>
-struct Each {
-    const T* values;
-    int offset;
-    unsigned period;
-
-    __device__ Each(const T* values, int offset, unsigned period, const Place&)
-        : values(values), offset(offset), period(period) {}
-
-    __device__ const T& at(int j) const { return values[(unsigned)(offset + j) / period]; }
-};
-
-template <class T, bool SHORT>
-struct Choice {
-    using type = Halves<T>;
-};
-
-template <class T>
-struct Choice<T, true> {
-    using type = Each<T>;
-};
-
-__device__ inline float magnitude_of(float old) { return old; }
-__device__ inline float magnitude_of(const Outcome& outcome) { return outcome.old; }
 
 template <class Op>
 struct Walk {
     Shared<Op>& shared;
     const Task& task;
+    long long first;  // block in which the item starts
+    long long base;  // element of its first vector
+    int lead, size;  // from there, its elements are those from `lead` up to `size`
+    bool fits;  // it is a run of whole blocks in a tile
+    bool shorts;  // of blocks that are shorter than a vector
 
-    __device__ explicit Walk(Shared<Op>& shared) : shared(shared), task(shared.task) {}
+    __device__ Walk(Shared<Op>& shared, long long item) : shared(shared), task(shared.task) {
+        const bool cut = task.chunks > 1;
+        long long start = item * task.span, end = task.n;
+        first = (cut ? item : start) / (cut ? task.chunks : task.period);
+        if (cut) {
+            start = first * task.period + (item - first * task.chunks) * task.span;
+            end = (first + 1) * task.period;
+        }
+        lead = (int)(start % WIDTH);
+        base = start - lead;
+        size = (int)((end - start < task.span ? end - start : task.span) + lead);
+        fits = !cut && task.span <= TILE;
+        shorts = task.period < WIDTH;
+    }
 
-    __device__ void load(Source& source, const Place& place) const {
+    // Whether it is the one of a block's chunks that keeps the block's state.
+    __device__ bool leads() const { return base + lead == first * task.period; }
+
+    __device__ void run() {
+        if (shorts && task.magnitude) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < size; i += THREADS) {
+                const int number = (int)((unsigned)i / (unsigned)task.period);
+                shared.outcomes[i].old = task.magnitude[first + number];
+            }
+            __syncthreads();
+        }
+        // A loop, since the code would be twice as long otherwise.
+#pragma unroll 1
+        for (int settled = task.chunks > 1; settled < 2; ++settled) {
+            if (settled) settle();
+            pass(settled);
+        }
+    }
+
+    // Go through the vectors. Until blocks are settled, leave the peaks in the cells if the item
+    // fits in a tile, or else this thread's part of the peak; then apply the operation.
+    __device__ void pass(bool settled) {
+        if (!fits && !settled) shared.parts[threadIdx.x] = {0.0, 0};
+        const int count = (size + WIDTH - 1) / WIDTH;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const Place place(base, lead, size, i);
+            Source source;
+            read(i, place, settled, source);
+            const Split split = split_of(i);
+            float grad[WIDTH], value[WIDTH];
+            source.grad.unpack(task.grad.kind, grad);
+            blend(source.index, place, split, settled, grad, value);
+            if (settled) {
+                Op::apply(*this, place, split, value, source.grad);
+                continue;
+            }
+            const Peak head = peak_of(grad, value, 0, split.cut);
+            if (fits) {
+                leave(i, split.cut, head, grad, value);
+            } else {
+                Part& part = shared.parts[threadIdx.x];
+                if (head.top > part.top) part.top = head.top;
+                part.total += head.total;
+            }
+        }
+    }
+
+    __device__ Peak own() const {
+        const Part& part = shared.parts[threadIdx.x];
+        return {part.top, (float)part.total};
+    }
+
+    // A vector as it is in memory, or as it was read before.
+    __device__ void read(int vector, const Place& place, bool settled, Source& source) {
+        const bool staged = task.chunks == 1 && shared.stage.holds(vector);
+        if (staged && settled) {
+            shared.stage.get(vector, source);
+            return;
+        }
         source.grad.load(task.grad, place);
         source.index = {0, 0};
         if (Op::quantised(task)) source.index.load(task.index, place, task.flags & ALIGNED);
+        if (staged) shared.stage.put(vector, source);
     }
 
-    // The elements of a place; 0 outside of it. `old` tells the magnitudes of their blocks.
-    template <class Old>
-    __device__ void blend(const Source& source, const Place& place, const Old& old,
-                          float (&grad)[WIDTH], float (&value)[WIDTH]) const {
-        source.grad.unpack(task.grad.kind, grad);
+    __device__ Split split_of(int vector) const {
+        if (!fits) return {0, WIDTH};
+        const int offset = vector * WIDTH - lead;
+        if (shorts) return {offset, WIDTH};
+        const unsigned period = (unsigned)task.period;
+        const int block = offset < 0 ? -1 : (int)((unsigned)offset / period);
+        const int end = (block + 1) * (int)period - offset;
+        return {block, end < WIDTH ? end : WIDTH};
+    }
+
+    // What each element's block has in a field of its outcome.
+    __device__ void spread(float Outcome::*field, const Split& split, float (&out)[WIDTH]) const {
+        const Outcome* from = shared.outcomes + (split.block < 0 ? 0 : split.block);
+        if (shorts) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) out[j] = from[j].*field;
+        } else {
+            const float second = shared.outcomes[split.block + 1].*field;
+            fill(from->*field, second, split.cut, out);
+        }
+    }
+
+    __device__ static void fill(float first, float second, int cut, float (&out)[WIDTH]) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) out[j] = j < cut ? first : second;
+    }
+
+    // The elements of a place; 0 outside of it.
+    __device__ void blend(const Bytes& index, const Place& place, const Split& split, bool settled,
+                          const float (&grad)[WIDTH], float (&value)[WIDTH]) const {
+        float old[WIDTH];
+        if (Op::quantised(task)) {
+            if (settled || shorts) {
+                spread(&Outcome::old, split, old);
+            } else {
+                const float* from = task.magnitude + first;
+                const float head = from[split.block < 0 ? 0 : split.block];
+                fill(head, split.cut < place.to ? from[split.block + 1] : head, split.cut, old);
+            }
+        }
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             value[j] = grad[j];
-            if (!place.holds(j)) {
-                value[j] = 0.0f;
-            } else if (Op::quantised(task)) {
-                const float entry = shared.codebook.entry[source.index.get(j)];
-                value[j] = mixed(entry * magnitude_of(old.at(j)), grad[j], task.mix);
+            if (Op::quantised(task)) {
+                const float entry = shared.codebook.entry[index.get(j)];
+                value[j] = mixed(entry * old[j], grad[j], task.mix);
             }
+            if (!place.holds(j)) value[j] = 0.0f;
         }
-    }
-
-    __device__ Moments moments(long long block) const {
-        return {task.magnitude ? task.magnitude[block] : 0.0f, task.v ? task.v[block] : 0.0f};
-    }
-
-    __device__ void settle(int number, long long block, const Moments& old, const Peak& peak,
-                           bool publishes) {
-        Moments fresh;
-        shared.outcomes[number] = Op::settle(task, old, peak, fresh);
-        if (publishes && task.magnitude) task.magnitude[block] = fresh.magnitude;
-        if (publishes && task.v) task.v[block] = fresh.v;
-    }
-
-    __device__ void limits(long long item, long long& start, long long& stop) const {
-        const long long block = item / task.chunks;
-        const long long end = task.chunks > 1 ? (block + 1) * task.period : task.n;
-        start = task.chunks > 1 ? block * task.period + item % task.chunks * task.span
-                                : item * task.span;
-        stop = start + task.span < end ? start + task.span : end;
-    }
-
-    // Work item number `item` of the task.
-    __device__ void run(long long item) {
-        if (task.period < WIDTH) {
-            run_blocks<true>(item);
-        } else {
-            run_blocks<false>(item);
-        }
-    }
-
-    // SHORT: blocks of less than a vector.
-    template <bool SHORT>
-    __device__ void run_blocks(long long item) {
-        long long start, stop;
-        limits(item, start, stop);
-        const bool scans = task.chunks == 1;
-        const bool fits = scans && task.span <= TILE;
-        Peak peak = {0, 0.0f};
-        if (scans) peak = scan<SHORT>(start, stop, fits);
-        if (fits) {
-            __syncthreads();
-            join<SHORT>(start, (int)((stop - start) / task.period));
-        } else {
-            settle_long(item, start / task.period, peak);
-        }
-        __syncthreads();
-        const int count = vectors(start, stop);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const Place place(start, stop, i);
-            Source source;
-            if (scans && shared.stage.holds(i)) {
-                shared.stage.get(i, source);
-            } else {
-                load(source, place);
-            }
-            close(place, source, part<Outcome, SHORT>(shared.outcomes, start, place, fits));
-        }
-    }
-
-    // What each element's block has in `values`, the first of which is that of `start`.
-    template <class T, bool SHORT>
-    __device__ typename Choice<T, SHORT>::type part(const T* values, long long start,
-                                                    const Place& place, bool fits) const {
-        const int offset = fits ? (int)(place.element - start) : 0;
-        const unsigned period = fits ? (unsigned)task.period : WIDTH;
-        return typename Choice<T, SHORT>::type(values, offset, period, place);
-    }
-
-    // Leave the peaks of a range's vectors in the cells if it fits in a tile; otherwise return
-    // this thread's part of the peak.
-    template <bool SHORT>
-    __device__ Peak scan(long long start, long long stop, bool fits) {
-        const float* magnitude = task.magnitude ? task.magnitude + start / task.period : nullptr;
-        unsigned top = 0;
-        double total = 0.0;
-        const int count = vectors(start, stop);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const Place place(start, stop, i);
-            Source source;
-            load(source, place);
-            if (shared.stage.holds(i)) shared.stage.put(i, source);
-            float grad[WIDTH], value[WIDTH];
-            if (magnitude) {
-                blend(source, place, part<float, SHORT>(magnitude, start, place, fits), grad,
-                      value);
-            } else {
-                blend(source, place, Halves<float>(0.0f), grad, value);
-            }
-            const int offset = (int)(place.element - start);
-            if (fits) {
-                leave<SHORT>(i, Split(offset, (unsigned)task.period).cut, grad, value);
-                continue;
-            }
-            const Peak peak = peak_of(grad, value, 0, WIDTH);
-            top = peak.top > top ? peak.top : top;
-            total += peak.total;
-        }
-        return {top, (float)total};
     }
 
     __device__ static Peak peak_of(const float (&grad)[WIDTH], const float (&value)[WIDTH],
@@ -297,76 +276,97 @@ struct Walk {
     }
 
     // A vector leaves as many cells to be joined as it can touch blocks, so that the cells of a
-    // block follow each other.
-    template <bool SHORT>
-    __device__ void leave(int vector, int cut, const float (&grad)[WIDTH],
+    // block follow each other. `head`: of the elements before `cut`.
+    __device__ void leave(int vector, int cut, const Peak& head, const float (&grad)[WIDTH],
                           const float (&value)[WIDTH]) {
-        if (SHORT) {
+        if (shorts) {
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) {
                 shared.cells[vector * WIDTH + j] = peak_of(grad, value, j, j + 1);
             }
         } else {
-            shared.cells[vector * 2] = peak_of(grad, value, 0, cut);
-            shared.cells[vector * 2 + 1] = peak_of(grad, value, cut, WIDTH);
+            shared.cells[vector * 2] = head;
+            Peak tail = {0, 0.0f};
+            if (cut < WIDTH) tail = peak_of(grad, value, cut, WIDTH);
+            shared.cells[vector * 2 + 1] = tail;
         }
     }
 
-    // Join each block's cells with as many lanes as are worth it, and settle the block.
-    template <bool SHORT>
-    __device__ void join(long long start, int blocks) {
-        const int period = (int)task.period, lead = (int)(start % WIDTH);
-        int lanes = 1;
-        while (!SHORT && lanes < WARP && lanes * 4 * WIDTH < period * 2) lanes *= 2;
-        const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+    __device__ Moments moments(long long block) const {
+        return {task.magnitude ? task.magnitude[block] : 0.0f, task.v ? task.v[block] : 0.0f};
+    }
+
+    // Join the peaks of each block with as many lanes as are worth it, and settle the block.
+    __device__ void settle() {
+        Peak own = {0, 0.0f};
+        int blocks = 1, shift = LOG_WARP;  // two to the power of `shift` lanes
+        if (fits) {
+            __syncthreads();
+            const int period = (int)task.period;
+            blocks = (int)((unsigned)(size - lead) / (unsigned)period);
+            shift = 0;
+            while (shift < LOG_WARP && (4 * WIDTH << shift) < period * 2) ++shift;
+        } else {
+            own = joined_parts();
+        }
+        const int lane = threadIdx.x & ((1 << shift) - 1), group = (int)threadIdx.x >> shift;
 #pragma unroll 1
-        for (int first = 0; first < blocks; first += THREADS / lanes) {
+        for (int first = 0; first < blocks; first += THREADS >> shift) {
             const int number = first + group;
-            Peak peak = {0, 0.0f};
-            if (number < blocks) {
-                const int from = lead + number * period, to = from + period;
-                const int low = SHORT ? from : from / WIDTH * 2 + (from % WIDTH != 0);
-                const int high = SHORT ? to : (to - 1) / WIDTH * 2 + 1;
+            Peak peak = own;
+            if (fits) peak = joined_cells(number < blocks ? number : -1, lane, 1 << shift);
+            peak = joined_lanes(peak, 1 << shift);
+            if (!fits) peak = joined_warps(peak, shared.warps);
+            if (number < blocks && lane == 0) settle(number, peak);
+        }
+        __syncthreads();
+    }
+
+    // This thread's part of the peak of a block that is in no cells.
+    __device__ Peak joined_parts() const {
+        if (task.chunks == 1) return own();
+        const Peak* peaks = task.peaks + first * task.chunks;
+        Peak peak = {0, 0.0f};
+#pragma unroll 4
+        for (int i = threadIdx.x; i < task.chunks; i += THREADS) peak = joined(peak, peaks[i]);
+        return peak;
+    }
+
+    // A lane's part of the peak of a block that is in cells; none for a negative number.
+    __device__ Peak joined_cells(int number, int lane, int lanes) const {
+        Peak peak = {0, 0.0f};
+        if (number < 0) return peak;
+        const int period = (int)task.period;
+        const int from = lead + number * period, to = from + period;
+        const int low = shorts ? from : from / WIDTH * 2 + (from % WIDTH != 0);
+        const int high = shorts ? to : (to - 1) / WIDTH * 2 + 1;
 #pragma unroll 2
-                for (int i = low + lane; i < high; i += lanes) {
-                    peak = joined(peak, shared.cells[i]);
-                }
-            }
-            peak = joined_lanes(peak, lanes);
-            if (number < blocks && lane == 0) {
-                const long long block = start / period + number;
-                settle(number, block, moments(block), peak, true);
-            }
-        }
+        for (int i = low + lane; i < high; i += lanes) peak = joined(peak, shared.cells[i]);
+        return peak;
     }
 
-    // Settle the block of an item that does not fit in a tile. `own`: this thread's part of its
-    // peak, unless the block is cut in chunks.
-    __device__ void settle_long(long long item, long long block, Peak own) {
+    __device__ void settle(int number, const Peak& peak) {
+        const long long block = first + number;
         const bool cut = task.chunks > 1;
-        for (long long i = threadIdx.x; cut && i < task.chunks; i += THREADS) {
-            own = joined(own, task.peaks[block * task.chunks + i]);
-        }
-        const Peak peak = joined_threads(own, shared.warps);
-        if (threadIdx.x) return;
-        const Moments old = cut ? task.before[block] : moments(block);
-        settle(0, block, old, peak, !cut || item % task.chunks == 0);
-    }
-
-    template <class Outcomes>
-    __device__ void close(const Place& place, const Source& source, const Outcomes& outcomes) {
-        float grad[WIDTH], value[WIDTH];
-        blend(source, place, outcomes, grad, value);
-        Op::apply(shared, place, value, source.grad, outcomes);
+        Moments fresh;
+        const Outcome outcome =
+            Op::settle(task, cut ? task.before[block] : moments(block), peak, fresh);
+        const int copies = shorts ? (int)task.period : 1;
+#pragma unroll 1
+        for (int i = 0; i < copies; ++i) shared.outcomes[number * copies + i] = outcome;
+        if (cut && !leads()) return;
+        if (task.magnitude) task.magnitude[block] = fresh.magnitude;
+        if (task.v) task.v[block] = fresh.v;
     }
 };
 
-// Calls `act(item of its task)` for this block's items, with the task in `shared`.
+// Calls `act(item of its task)` for this block's items, with the task in `shared`. 32 bits count
+// the items of 4 TB, and save registers.
 template <class Op, class Act>
 __device__ void for_items(Shared<Op>& shared, const Table<Task>& table, long long items, Act act) {
-    long long current = -1;
-    for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-        const long long found = table.seek(current < 0 ? 0 : current, item);
+    int current = -1;
+    for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+        const int found = table.seek(current < 0 ? 0 : current, item);
         if (found != current) {
             const unsigned* from = reinterpret_cast<const unsigned*>(table.tasks + found);
             unsigned* to = reinterpret_cast<unsigned*>(&shared.task);
@@ -394,35 +394,56 @@ struct Quantised {
 
     __device__ static bool quantised(const Task&) { return true; }
 
-    template <class Outcomes>
-    __device__ static void apply(Shared<Op>& shared, const Place& place, float (&value)[WIDTH],
-                                 const Packed& grad, const Outcomes& outcomes) {
-        const Task& task = shared.task;
+    __device__ static Outcome settle(const Task&, const Moments& old, const Peak& peak,
+                                     Moments& fresh) {
+        fresh = {__uint_as_float(peak.top), 0.0f};
+        return {old.magnitude, fresh.magnitude, 0.0f};
+    }
+
+    __device__ static void apply(const Walk<Op>& walk, const Place& place, const Split& split,
+                                 float (&value)[WIDTH], const Packed& grad) {
+        const Task& task = walk.task;
+        const Codebook& codebook = walk.shared.codebook;
         Packed param;
         if (Op::READS) param.load(task.param, place);  // under way while indices are found
-        const bool random = task.flags & STOCHASTIC;
-        Bytes index = {0, 0};
-        unsigned words[4] = {};
+        float top[WIDTH];
+        walk.spread(&Outcome::top, split, top);
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            if (random && j % 4 == 0) {
-                philox((place.element + j) / 4, task.parameter, task.step, words);
+        for (int j = 0; j < WIDTH; ++j) value[j] /= top[j] == 0.0f ? 1.0f : top[j];
+        Bytes index = {0, 0};
+        if (task.flags & STOCHASTIC) {
+            draw(task, codebook, place, value, index);
+        } else {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) {
+                const unsigned chosen = codebook.nearest(value[j]);
+                index.set(j, chosen);
+                value[j] = codebook.entry[chosen];
             }
-            const float top = outcomes.at(j).top;
-            const float x = value[j] / (top == 0.0f ? 1.0f : top);
-            unsigned chosen = shared.codebook.nearest(x);
-            if (random) chosen = shared.codebook.drawn(x, chosen, uniform(words[j % 4]));
-            index.set(j, chosen);
-            value[j] = shared.codebook.entry[chosen];
         }
         index.store(task.index, place, task.flags & ALIGNED);
-        Op::write(task, place, value, grad, param, outcomes);
+        Op::write(walk, place, split, value, grad, param);
+    }
+
+    // Each value becomes one of its two neighbours among the entries.
+    __device__ static void draw(const Task& task, const Codebook& codebook, const Place& place,
+                                float (&value)[WIDTH], Bytes& index) {
+        unsigned words[4] = {};
+#pragma unroll 1
+        for (int j = 0; j < WIDTH; ++j) {
+            if (j % 4 == 0) philox((place.element + j) / 4, task.parameter, task.step, words);
+            const float x = value[0];
+            const unsigned chosen = codebook.drawn(x, codebook.nearest(x), uniform(words[0]));
+            index.set(j, chosen);
+            turn(value, codebook.entry[chosen]);
+            turn(words, 0u);
+        }
     }
 
     __device__ static void run(const void* memory, long long items) {
         SHARED(Shared<Op>, shared);
         const Table<Task> table(memory);
         shared.codebook.load(table.header->codebook);
-        for_items(shared, table, items, [&](long long item) { Walk<Op>(shared).run(item); });
+        for_items(shared, table, items, [&](long long item) { Walk<Op>(shared, item).run(); });
     }
 };

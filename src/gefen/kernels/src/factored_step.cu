@@ -9,16 +9,13 @@
 struct Factored : Quantised<Factored> {
     static constexpr bool READS = true;
 
-    __device__ static Outcome settle(const Task&, const Moments& old, const Peak& peak,
-                                     Moments& fresh) {
-        fresh = {__uint_as_float(peak.top), 0.0f};
-        return {old.magnitude, fresh.magnitude, 0.0f};
-    }
-
-    template <class Outcomes>
-    __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
-                                 const Packed&, const Packed& packed, const Outcomes& outcomes) {
-        float param[WIDTH];
+    __device__ static void write(const Walk<Factored>& walk, const Place& place, const Split& split,
+                                 float (&entry)[WIDTH], const Packed&, const Packed& packed) {
+        const Task& task = walk.task;
+        float top[WIDTH], param[WIDTH];
+        walk.spread(&Outcome::top, split, top);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) entry[j] *= top[j];
         packed.unpack(task.param.kind, param);
         decay(task, param);
         const long long first = place.element + place.from;
@@ -30,16 +27,20 @@ struct Factored : Quantised<Factored> {
             row = (unsigned)first / (unsigned)task.columns;
             column = (unsigned)first % (unsigned)task.columns;
         }
-        float row_root = task.row_root[row];
+        const float* rows = task.row_root + row;
+        const float* columns = task.column_root + column;
+        int left = task.columns - column < WIDTH ? (int)(task.columns - column) : WIDTH;
+        float row_root = *rows;
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             if (!place.holds(j)) continue;
-            if (column == task.columns) {
-                column = 0;
-                row_root = task.row_root[++row];
+            if (!left--) {
+                row_root = *++rows;
+                columns = task.column_root;
+                left = (task.columns < WIDTH ? (int)task.columns : WIDTH) - 1;
             }
-            const float below = row_root * task.column_root[column++] + task.eps;
-            param[j] += -task.rate * (entry[j] * outcomes.at(j).top) / below;
+            const float below = row_root * *columns++ + task.eps;
+            param[j] += -task.rate * entry[j] / below;
         }
         store(task.param, place, param);
     }

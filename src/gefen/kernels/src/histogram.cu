@@ -18,17 +18,18 @@ struct Histogram {
         return {0.0f, __uint_as_float(peak.top), 0.0f};
     }
 
-    template <class Outcomes>
-    __device__ static void apply(Shared<Histogram>& shared, const Place& place,
-                                 float (&value)[WIDTH], const Packed&, const Outcomes& outcomes) {
+    __device__ static void apply(Walk<Histogram>& walk, const Place& place, const Split& split,
+                                 float (&value)[WIDTH], const Packed&) {
+        float tops[WIDTH];
+        walk.spread(&Outcome::top, split, tops);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             if (!place.holds(j)) continue;
-            const float top = outcomes.at(j).top;
+            const float top = tops[j];
             if (magnitude_bits(top) >= 0x7f800000u) continue;  // its block has an infinity or NaN
             const float x = (value[j] / (top == 0.0f ? 1.0f : top) + 1.0f) * (BINS / 2);
             const int bin = (int)x;
-            atomicAdd(&shared.memory.bins[bin < BINS - 1 ? bin : BINS - 1], 1u);
+            atomicAdd(&walk.shared.memory.bins[bin < BINS - 1 ? bin : BINS - 1], 1u);
         }
     }
 };
@@ -40,7 +41,7 @@ extern "C" __launch_bounds__(THREADS) __global__ void histogram(const void* tabl
     const Table<Task> tasks(table);
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.memory.bins[i] = 0;
     for_items(shared, tasks, items,
-              [&](long long item) { Walk<Histogram>(shared).run(item); });
+              [&](long long item) { Walk<Histogram>(shared, item).run(); });
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) {
         if (shared.memory.bins[i]) {

@@ -6,6 +6,8 @@ struct Peaks {
     struct Memory {};
     static constexpr bool STAGES = false;
     __device__ static bool quantised(const Task& task) { return task.index; }
+    __device__ static void apply(const Walk<Peaks>&, const Place&, const Split&,
+                                 const float (&)[WIDTH], const Packed&) {}
 };
 
 // Written: task.peaks and, since later launches overwrite the state, task.before.
@@ -15,13 +17,11 @@ extern "C" __launch_bounds__(THREADS) __global__ void peaks(const void* table, l
     if (tasks.header->codebook) shared.codebook.load(tasks.header->codebook);
     for_items(shared, tasks, items, [&](long long item) {
         const Task& task = shared.task;
-        Walk<Peaks> walk(shared);
-        long long start, stop;
-        walk.limits(item, start, stop);
-        const Peak peak = joined_threads(walk.scan<false>(start, stop, false), shared.warps);
+        Walk<Peaks> walk(shared, item);
+        walk.pass(false);
+        const Peak peak = joined_threads(walk.own(), shared.warps);
         if (threadIdx.x) return;
         task.peaks[item] = peak;
-        const long long block = item / task.chunks;
-        if (item % task.chunks == 0) task.before[block] = walk.moments(block);
+        if (walk.leads()) task.before[walk.first] = walk.moments(walk.first);
     });
 }

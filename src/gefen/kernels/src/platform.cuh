@@ -14,8 +14,12 @@
 
 #define EVERY_LANE (0xffffffffu >> (32 - WARP))
 
-#ifndef EMULATED
+#ifdef EMULATED
+#define OPAQUE(value)
+#else
 #define SHARED(type, name) __shared__ type name
+// The compiler must not know a value: it would make a copy of a loop for each.
+#define OPAQUE(value) asm volatile("" : "+r"(value))
 
 __device__ inline float half_to_float(unsigned bits) {
     float value;
@@ -36,6 +40,27 @@ __device__ inline unsigned float_to_bfloat(float value) {
     const unsigned bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;  // NaN
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// Two numbers as float16 or as bfloat16, the first in the lower half of a word.
+__device__ inline unsigned float_to_halves(float low, float high) {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return float_to_half(low) | float_to_half(high) << 16;
+#endif
+}
+
+__device__ inline unsigned float_to_bfloats(float low, float high) {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return float_to_bfloat(low) | float_to_bfloat(high) << 16;
+#endif
 }
 
 // The magnitude's bits: they order as the magnitudes do, with NaN above infinity.

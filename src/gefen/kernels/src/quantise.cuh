@@ -52,7 +52,7 @@ __device__ inline void philox(unsigned long long block, unsigned long long param
     unsigned c0 = (unsigned)block, c1 = (unsigned)(block >> 32);
     unsigned c2 = (unsigned)parameter, c3 = (unsigned)(parameter >> 32);
     unsigned k0 = (unsigned)step, k1 = (unsigned)(step >> 32);
-#pragma unroll
+#pragma unroll 1
     for (int round = 0; round < 10; ++round) {
         const unsigned long long p0 = (unsigned long long)c0 * 0xD2511F53u;
         const unsigned long long p1 = (unsigned long long)c2 * 0xCD9E8D57u;

@@ -82,14 +82,14 @@ struct Table {
           tasks(reinterpret_cast<const T*>(ends + header->tasks)) {}
 
     // The task that holds an item, at or after task `from`. All threads call it together.
-    __device__ long long seek(long long from, long long item) const {
+    __device__ int seek(int from, long long item) const {
         for (;;) {
-            const long long at = from + threadIdx.x;
+            const int at = from + threadIdx.x;
             const int passed = __syncthreads_count(at < header->tasks && ends[at] <= item);
             from += passed;
             if (passed < THREADS) return from;
         }
     }
 
-    __device__ long long first(long long task) const { return task ? ends[task - 1] : 0; }
+    __device__ long long first(int task) const { return task ? ends[task - 1] : 0; }
 };

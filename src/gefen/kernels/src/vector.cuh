@@ -11,11 +11,12 @@ struct Place {
     long long element;
     int from, to;
 
-    // Vector `number` of those that cover a range; they begin at multiples of WIDTH.
-    __device__ Place(long long start, long long stop, long long number)
-        : element(start / WIDTH * WIDTH + number * WIDTH) {
-        from = element < start ? (int)(start - element) : 0;
-        to = element + WIDTH > stop ? (int)(stop - element) : WIDTH;
+    // Vector `number` of an item whose elements are those from `lead` up to `size`, counted from
+    // `base`, a multiple of WIDTH.
+    __device__ Place(long long base, int lead, int size, int number)
+        : element(base + (long long)number * WIDTH) {
+        from = number ? 0 : lead;
+        to = size - number * WIDTH < WIDTH ? size - number * WIDTH : WIDTH;
     }
 
     // At most eight elements, from any one on.
@@ -27,72 +28,56 @@ struct Place {
     __device__ bool holds(int j) const { return j >= from && j < to; }
 };
 
-// Vectors that an item from `start` to `stop` touches.
-__device__ inline int vectors(long long start, long long stop) {
-    return (int)((stop + WIDTH - 1) / WIDTH - start / WIDTH);
-}
-
-__device__ inline void narrow(int kind, const float (&values)[WIDTH], unsigned (&bits)[WIDTH]) {
-    if (kind == BFLOAT16) {
+// Moves each value to the place before it. Loops that work on the first place and turn need no
+// index that only run time knows, so that values stay in registers, and are small.
+template <class T, int N>
+__device__ inline void turn(T (&values)[N], T last) {
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) bits[j] = float_to_bfloat(values[j]);
-    } else {
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) bits[j] = float_to_half(values[j]);
-    }
-}
-
-__device__ inline void widen(int kind, const unsigned (&bits)[WIDTH], float (&values)[WIDTH]) {
-    if (kind == BFLOAT16) {
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) values[j] = bfloat_to_float(bits[j]);
-    } else {
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) values[j] = half_to_float(bits[j]);
-    }
-}
-
-// Round to what a tensor of `kind` would hold.
-__device__ inline void round_to(int kind, float (&values)[WIDTH]) {
-    if (kind == FLOAT32) return;
-    unsigned bits[WIDTH];
-    narrow(kind, values, bits);
-    widen(kind, bits, values);
+    for (int j = 1; j < N; ++j) values[j - 1] = values[j];
+    values[N - 1] = last;
 }
 
 // Steps through a tensor with any strides.
 struct Cursor {
-    const View& view;
-    long long at, column;
+    char* at;
+    long long step, jump;  // bytes to the next element of a row, and to that of the next row
+    int left, row;  // elements of the row to come, and of each; many are as good as all
+    int wide;
 
-    __device__ Cursor(const View& view, long long element) : view(view), at(element), column(0) {
+    __device__ Cursor(const View& view, long long element) {
+        wide = view.kind == FLOAT32;
+        const long long size = wide ? 4 : 2;
+        left = row = 2 * WIDTH;
+        step = size;
+        jump = 0;
         if (view.inner) {
-            column = element % view.inner;
-            at = element / view.inner * view.outer_stride + column * view.inner_stride;
+            const long long line = element / view.inner, column = element - line * view.inner;
+            const long long rest = view.inner - column;
+            element = line * view.outer_stride + column * view.inner_stride;
+            step = view.inner_stride * size;
+            jump = (view.outer_stride - (view.inner - 1) * view.inner_stride) * size;
+            if (rest < left) left = (int)rest;
+            if (view.inner < row) row = (int)view.inner;
         }
+        at = static_cast<char*>(view.data) + element * size;
     }
 
     __device__ void advance() {
-        if (!view.inner) {
-            ++at;
-        } else if (++column < view.inner) {
-            at += view.inner_stride;
-        } else {
-            at += view.outer_stride - (view.inner - 1) * view.inner_stride;
-            column = 0;
-        }
+        at += --left ? step : jump;
+        if (!left) left = row;
+        OPAQUE(wide);
     }
 
-    __device__ unsigned bits() const {
-        if (view.kind == FLOAT32) return static_cast<const unsigned*>(view.data)[at];
-        return static_cast<const unsigned short*>(view.data)[at];
+    __device__ unsigned read() const {
+        if (wide) return *reinterpret_cast<const unsigned*>(at);
+        return *reinterpret_cast<const unsigned short*>(at);
     }
 
     __device__ void write(unsigned bits) const {
-        if (view.kind == FLOAT32) {
-            static_cast<unsigned*>(view.data)[at] = bits;
+        if (wide) {
+            *reinterpret_cast<unsigned*>(at) = bits;
         } else {
-            static_cast<unsigned short*>(view.data)[at] = (unsigned short)bits;
+            *reinterpret_cast<unsigned short*>(at) = (unsigned short)bits;
         }
     }
 };
@@ -115,18 +100,43 @@ struct Packed {
             put(4, view.kind == FLOAT32 ? from[1] : make_uint4(0, 0, 0, 0));
             return;
         }
+        // Without a first value, the words would occupy registers from the kernel's start on.
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) words[k] = 0;
         Cursor cursor(view, place.element + place.from);
-        // Rolled, with no element of `words` chosen at run time: small, and in registers.
 #pragma unroll 1
-        for (int j = place.from; j < place.to; ++j) {
-            const bool wide = view.kind == FLOAT32;
-            const unsigned bits = wide ? cursor.bits() : cursor.bits() << 16 * (j % 2);
-            const int home = wide ? j : j / 2;
+        for (int j = 0; j < WIDTH; ++j) {
+            const bool held = place.holds(j);
+            turn(words, held ? cursor.read() : 0u);
+            if (held) cursor.advance();
+        }
+        if (view.kind == FLOAT32) return;
 #pragma unroll
-            for (int k = 0; k < WIDTH; ++k) words[k] |= k == home ? bits : 0;
-            cursor.advance();
+        for (int k = 0; k < WIDTH; ++k) {
+            words[k] = k < WIDTH / 2 ? words[2 * k] | words[2 * k + 1] << 16 : 0;
+        }
+    }
+
+    __device__ void store(const View& view, const Place& place) const {
+        if (view.aligned && place.whole()) {
+            uint4* to = vector_at(view, place);
+            to[0] = get(0);
+            if (view.kind == FLOAT32) to[1] = get(4);
+            return;
+        }
+        unsigned bits[WIDTH];
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            bits[j] = view.kind == FLOAT32 ? words[j] : words[j / 2] >> 16 * (j % 2);
+        }
+        Cursor cursor(view, place.element + place.from);
+#pragma unroll 1
+        for (int j = 0; j < place.to; ++j) {
+            if (j >= place.from) {
+                cursor.write(bits[0]);
+                cursor.advance();
+            }
+            turn(bits, 0u);
         }
     }
 
@@ -134,13 +144,32 @@ struct Packed {
         if (kind == FLOAT32) {
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) out[j] = __uint_as_float(words[j]);
-            return;
-        }
-        unsigned bits[WIDTH];
+        } else if (kind == BFLOAT16) {
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) bits[j] = words[j / 2] >> 16 * (j % 2) & 0xffffu;
-        widen(kind, bits, out);
+            for (int j = 0; j < WIDTH; ++j) out[j] = bfloat_to_float(half(j));
+        } else {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) out[j] = half_to_float(half(j));
+        }
     }
+
+    __device__ void pack(int kind, const float (&values)[WIDTH]) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) words[k] = __float_as_uint(values[k]);
+        if (kind == BFLOAT16) {
+#pragma unroll
+            for (int k = 0; k < WIDTH / 2; ++k) {
+                words[k] = float_to_bfloats(values[2 * k], values[2 * k + 1]);
+            }
+        } else if (kind == FLOAT16) {
+#pragma unroll
+            for (int k = 0; k < WIDTH / 2; ++k) {
+                words[k] = float_to_halves(values[2 * k], values[2 * k + 1]);
+            }
+        }
+    }
+
+    __device__ unsigned half(int j) const { return words[j / 2] >> 16 * (j % 2) & 0xffffu; }
 
     __device__ void put(int first, const uint4& source) {
         words[first] = source.x;
@@ -154,34 +183,18 @@ struct Packed {
     }
 };
 
+// Round to what a tensor of `kind` would hold.
+__device__ inline void round_to(int kind, float (&values)[WIDTH]) {
+    if (kind == FLOAT32) return;
+    Packed packed;
+    packed.pack(kind, values);
+    packed.unpack(kind, values);
+}
+
 __device__ inline void store(const View& view, const Place& place, const float (&values)[WIDTH]) {
-    unsigned bits[WIDTH];
-    if (view.kind == FLOAT32) {
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) bits[j] = __float_as_uint(values[j]);
-    } else {
-        narrow(view.kind, values, bits);
-    }
-    if (view.aligned && place.whole()) {
-        uint4* to = vector_at(view, place);
-        if (view.kind == FLOAT32) {
-            to[0] = make_uint4(bits[0], bits[1], bits[2], bits[3]);
-            to[1] = make_uint4(bits[4], bits[5], bits[6], bits[7]);
-        } else {
-            to[0] = make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16,
-                               bits[4] | bits[5] << 16, bits[6] | bits[7] << 16);
-        }
-        return;
-    }
-    Cursor cursor(view, place.element + place.from);
-#pragma unroll 1
-    for (int j = place.from; j < place.to; ++j) {
-        unsigned chosen = 0;
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) chosen |= k == j ? bits[k] : 0;
-        cursor.write(chosen);
-        cursor.advance();
-    }
+    Packed packed;
+    packed.pack(view.kind, values);
+    packed.store(view, place);
 }
 
 // Eight bytes of a contiguous tensor; those outside of the place are 0.
