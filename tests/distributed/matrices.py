@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 SHAPES = {"a": (12, 8), "b": (1, 16), "c": (3, 8), "d": (9, 5), "e": (8, 24)}
 STEPS = 4
@@ -61,7 +61,11 @@ def alone(name: str, full: torch.Tensor) -> torch.Tensor:
 
 
 def over(mesh: DeviceMesh, *placements: Any) -> Place:
-    return lambda name, full: distribute_tensor(full, mesh, placements, src_data_rank=None)
+    """This rank's part of what every rank has, without communication."""
+    everywhere = [Replicate()] * mesh.ndim
+    return lambda name, full: DTensor.from_local(
+        full, mesh, everywhere, run_check=False
+    ).redistribute(placements=placements)
 
 
 def layout(name: str, world: int) -> Place:

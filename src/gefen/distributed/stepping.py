@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from gefen.distributed.exchange import (
     Full,
@@ -301,7 +301,8 @@ def _own(routes: Routes, matrix: Matrix, updates: Full) -> torch.Tensor:
     if route.lane is not None and route.parcel is not None:
         return route.parcel.shard_of(update, route.lane.position).contiguous()
     mesh, placements = matrix.parameter.device_mesh, matrix.parameter.placements
-    return distribute_tensor(update, mesh, placements, src_data_rank=None).to_local().contiguous()
+    whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements).to_local().contiguous()
 
 
 def _step_distributed(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,8 +25,14 @@ def full(name: str, seed: int, device: torch.device) -> torch.Tensor:
     return torch.randn(SHAPES[name[0]], generator=generator).to(device)
 
 
+def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor that every rank has, without communication."""
+    everywhere = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(placements=placements)
+
+
 def shard(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> DTensor:
-    return distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+    return placed(tensor, mesh, [Shard(dim)])
 
 
 def parameters(mesh: DeviceMesh, device: torch.device, dim: int = 0) -> dict[str, nn.Parameter]:
@@ -36,8 +43,7 @@ def give_gradients(params: dict[str, nn.Parameter], seed: int, device: torch.dev
     for name, param in params.items():
         grad = full(name, seed, device)
         if isinstance(param, DTensor):
-            mesh, placements = param.device_mesh, param.placements
-            grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
+            grad = placed(grad, param.device_mesh, param.placements)
         param.grad = grad
 
 
