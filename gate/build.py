@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tarfile
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from gate import kernels
@@ -19,6 +22,7 @@ from gate.wheels import sha256_of
 BUILD_TIMEOUT = 900.0
 NOTE = "everything twice; CUDA kernels that are new to this machine take minutes"
 DIGESTS = "SHA256SUMS"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SURROUNDINGS = (
     {"TZ": "UTC", "PYTHONHASHSEED": "0"},
     {"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "1"},
@@ -128,14 +132,37 @@ def _demand_equal(first: Path, second: Path) -> None:
 
 
 def _publish(built: Path, out: Path) -> Path:
-    """Move the files to ``out`` beside their digests; what earlier builds left there goes."""
+    """Move the files to ``out`` beside their digests; what earlier builds left there goes.
+
+    All of it or nothing, also where a signal or a full disk comes in between.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    prefix = next(built.glob("*.whl")).name.partition("-")[0] + "-"
+    wheel = next(built.glob("*.whl")).name
+    digests = _digests(built)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".new-") as name:
+        new = Path(name)
+        for each in digests:
+            shutil.copyfile(built / each, new / each)
+        lines = (f"{sha}  {each}\n" for each, sha in digests.items())
+        (new / DIGESTS).write_text("".join(lines))
+        with _undisturbed():
+            _replace(out, new, wheel.partition("-")[0] + "-")
+    return out / wheel
+
+
+def _replace(out: Path, new: Path, prefix: str) -> None:
     for old in out.iterdir():
         if old.name.startswith(prefix) and old.name.endswith((".whl", ".tar.gz")):
             old.unlink()
-    digests = _digests(built)
-    for name in digests:
-        shutil.copyfile(built / name, out / name)
-    (out / DIGESTS).write_text("".join(f"{sha}  {name}\n" for name, sha in digests.items()))
-    return next(out / name for name in digests if name.endswith(".whl"))
+    for path in new.iterdir():
+        path.replace(out / path.name)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold back the signals that end the gate."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

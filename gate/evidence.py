@@ -19,7 +19,7 @@ from typing import Any
 
 from gate import signature
 from gate.archive import printable
-from gate.errors import EnvironmentFailed, EvidenceRejected, GateError, UsageFailure
+from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure, WheelRejected
 from gate.runner import Runner
 from gate.statement import BadSignature, BadStatement, Statement, descriptor, document, parse
 from gate.wheels import Wheel, sha256_of
@@ -474,7 +474,7 @@ def _problems(statement: Statement, evidence: Path, names: Sequence[str]) -> Ite
         try:
             if sha256_of(path) != expected:
                 yield f"binds {name}, which was altered"
-        except GateError:
+        except (UsageFailure, WheelRejected):
             yield f"binds {name}, which is missing or cannot be read"
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gate.errors import EnvironmentFailed, EvidenceRejected, UsageFailure
+from gate.errors import EnvironmentFailed, EvidenceRejected, Interrupted, UsageFailure
 from gate.evidence import environment_id, revoke, statement_path, suite_digest, verify
 from gate.statement import PREDICATE_TYPE, STATEMENT_TYPE, seal
-from gate.wheels import Wheel
+from gate.wheels import Wheel, sha256_of
 from tests.gate.statements import COMMIT, ENVIRONMENT, OTHER_SUITE, SUITE, write_statement
 from tests.gate.wheel_builder import WheelBuilder, as_wheel, flip
 
@@ -211,6 +211,21 @@ def test_required_profiles(evidence: Path, wheel: Wheel) -> None:
     write_statement(evidence, wheel, profile="gpu")
     (verified,) = verify([wheel], evidence=evidence, require=["cpu", "gpu"])
     assert verified.profiles == {"cpu", "gpu"}
+
+
+def test_a_signal_while_files_are_read_is_not_taken_for_a_missing_one(
+    evidence: Path, wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_statement(evidence, wheel)
+
+    def interrupted(path: Path) -> str:
+        if path.is_relative_to(evidence):
+            raise Interrupted("by a signal")
+        return sha256_of(path)
+
+    monkeypatch.setattr("gate.evidence.sha256_of", interrupted)
+    with pytest.raises(Interrupted):
+        verify([wheel], evidence=evidence)
 
 
 def test_what_to_run_next_names_the_profile(evidence: Path, wheel: Wheel) -> None:
