@@ -32,6 +32,12 @@ FOLDER_LIMIT = 4 * OUTPUT_LIMIT
 TAIL_LINES = 40
 TAIL_BYTES = 8000
 HUNG = "hung"
+UNCONFINED = (
+    "gate: this kernel cannot keep tests from changing files outside of the environment "
+    "(Landlock, Linux 5.19, is missing)"
+)
+# Said once, however many commands it holds for.
+_told_unconfined = Event()
 # A supervisor must be known before anyone looks for processes that nobody supervises.
 _STARTING = Lock()
 _supervisors: set[int] = set()
@@ -44,7 +50,8 @@ class Outcome:
     """How a command ended.
 
     ``returncode`` is negative for a signal, as in subprocess, and None where the command was
-    stopped. ``stopped`` says why ("" if it ended by itself).
+    stopped. ``stopped`` says why ("" if it ended by itself). ``unconfined``: the command could
+    change files outside of its ``writable`` folder, as this kernel does not prevent it.
     """
 
     command: tuple[str, ...]
@@ -53,6 +60,7 @@ class Outcome:
     survivors: tuple[str, ...]
     log: Path
     seconds: float
+    unconfined: bool = False
 
     @property
     def ok(self) -> bool:
@@ -138,8 +146,8 @@ class Runner:
                 id that all its processes are below.
             bounded: folder whose size is limited, as that of the log is.
             stdin: file that the command reads as its standard input; none by default.
-            writable: the only folder whose files the command may change, where the kernel can
-                see to that; None leaves it free.
+            writable: the only folder whose files the command may change; None leaves it free.
+                Where the kernel cannot see to that, the outcome and one line to the user say so.
 
         Raises:
             EnvironmentFailed: the command could not be started.
@@ -161,7 +169,11 @@ class Runner:
                 on_timeout(supervisor.pid)
                 stopped = f"hung: killed after {timeout:g} s"
         self.demand_going()
-        return self._outcome(words, result, log, stopped, time.monotonic() - started)
+        outcome = self._outcome(words, result, log, stopped, time.monotonic() - started)
+        if outcome.unconfined and not _told_unconfined.is_set():
+            _told_unconfined.set()
+            self.say(UNCONFINED)
+        return outcome
 
     def _watch(
         self, supervisor: subprocess.Popen[bytes], log: Path, bounded: Path | None, deadline: float
@@ -206,6 +218,7 @@ class Runner:
             survivors=tuple(found["survivors"]),
             log=log,
             seconds=seconds,
+            unconfined=found.get("unconfined", False),
         )
 
 

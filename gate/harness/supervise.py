@@ -4,12 +4,13 @@ Usage: supervise.py LIFELINE_FD RESULT WRITABLE COMMAND...
 
 As a child subreaper it inherits every orphaned descendant, whatever session the descendant moved
 to. It ends them all when the command is over or when the lifeline, a pipe held by the gate, is
-closed. RESULT receives a JSON object: ``returncode`` (as in subprocess) and ``survivors``, the
-processes that were still running a moment after the command had ended; or ``error``, why the
-command could not be started.
+closed. RESULT receives a JSON object: ``returncode`` (as in subprocess), ``survivors``, the
+processes that were still running a moment after the command had ended, and ``unconfined``; or
+``error``, why the command could not be started.
 
-WRITABLE is the only folder, devices aside, whose files the command may change, where the kernel
-has Landlock (Linux 5.13); "" leaves it free.
+WRITABLE is the only folder, devices aside, whose files the command may change; "" leaves it free.
+Where the kernel cannot see to that (Linux before 5.19, or without Landlock), the command runs all
+the same, and ``unconfined`` is true.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 # landlock(7): system calls, the same on every processor, and rights to change files, of which
-# older kernels do not know the last ones.
+# older kernels do not know the last one. Version 1 does not even allow a file to be moved from one
+# writable folder to another, as caches of compilers do.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 BELOW_PATH = 1
-RIGHTS = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}
+RIGHTS = {2: 0x3FF2, 3: 0x7FF2}
 DEVICES = ("/dev", "/proc")
 
 
@@ -124,13 +126,15 @@ def publish(result: str, facts: dict[str, Any]) -> None:
     os.replace(result + ".part", result)
 
 
-def confine(writable: str) -> None:
+def rights_to_confine() -> int:
+    """Return the rights that the kernel can take away, or 0 where it cannot confine a process."""
+    version = ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)
+    return RIGHTS.get(min(version, max(RIGHTS)), 0)
+
+
+def confine(writable: str, rights: int) -> None:
     """Let this process and its children change no file outside of ``writable`` and devices."""
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(CREATE_RULESET, None, 0, 1)
-    if version < 1:
-        return
-    rights = RIGHTS[min(version, max(RIGHTS))]
     ruleset = libc.syscall(CREATE_RULESET, ctypes.c_char_p(struct.pack("<Q", rights)), 8, 0)
     for folder in (writable, *DEVICES):
         handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
@@ -158,14 +162,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 
+    rights = rights_to_confine() if writable else 0
+
     def prepare() -> None:
         default_signals()
-        if writable:
-            confine(writable)
+        if rights:
+            confine(writable, rights)
 
     try:
         child = subprocess.Popen(command, preexec_fn=prepare)
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         publish(result, {"error": str(error)})
         return
     with selectors.DefaultSelector() as selector:
@@ -177,7 +183,9 @@ def main() -> None:
         child.wait()
         survivors = wait_for_end(GRACE_SECONDS)
     kill_all()
-    publish(result, {"returncode": child.returncode, "survivors": survivors})
+    unconfined = bool(writable) and not rights
+    facts = {"returncode": child.returncode, "survivors": survivors, "unconfined": unconfined}
+    publish(result, facts)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from gate import runner as module
 from gate.errors import EnvironmentFailed, Interrupted
-from gate.harness.supervise import CREATE_RULESET
+from gate.harness.supervise import rights_to_confine
 from gate.runner import Outcome, Runner, checked, in_background
 from tests.gate.conftest import ROOT
 
@@ -179,7 +179,73 @@ def test_a_confined_command_changes_files_in_its_folder_only(tmp_path: Path) -> 
     other.mkdir()
     (other / "old").write_text("old")
     script = "echo a > own/a; mv own/a own/b; : > /dev/null; rm other/old; echo c > other/c"
-    run(tmp_path, "sh", "-c", script, writable=own)
+    outcome = run(tmp_path, "sh", "-c", script, writable=own)
     assert sorted(path.name for path in own.iterdir()) == ["b"]
-    has_landlock = ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) > 0
-    assert [path.name for path in other.iterdir()] == (["old"] if has_landlock else ["c"])
+    assert [path.name for path in other.iterdir()] == (["old"] if rights_to_confine() else ["c"])
+    assert outcome.unconfined == (not rights_to_confine())
+
+
+SUPERVISOR = """
+import importlib.util, sys
+specification = importlib.util.spec_from_file_location("supervise", {path!r})
+supervise = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(supervise)
+{change}
+supervise.main()
+"""
+
+
+def supervised_by(folder: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have commands supervised by a program that differs from the real one."""
+    script = folder / "supervisor.py"
+    script.write_text(SUPERVISOR.format(path=str(module.SUPERVISOR), change=change))
+    monkeypatch.setattr(module, "SUPERVISOR", script)
+    monkeypatch.setattr(module, "_told_unconfined", Event())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "supervise.CREATE_RULESET = 9999",  # a system call that no kernel has
+        "supervise.RIGHTS = {9: 0}",  # a kernel that is too old
+    ],
+)
+def test_where_nothing_can_be_confined_that_is_said_once(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised_by(tmp_path, change, monkeypatch)
+    own, other, said = tmp_path / "own", tmp_path / "other", []
+    own.mkdir()
+    runner = Runner(say=said.append)
+    for number, writable in enumerate((None, own, own)):
+        outcome = runner.run(
+            ["sh", "-c", f"echo {number} > other"],
+            env={"PATH": os.defpath},
+            cwd=tmp_path,
+            log=tmp_path / "log",
+            timeout=60,
+            writable=writable,
+        )
+        assert outcome.ok
+        assert outcome.unconfined == (writable is not None)
+        assert other.read_text() == f"{number}\n"
+        assert len(said) == min(number, 1)
+    assert "cannot keep tests from changing files outside" in said[0]
+
+
+def test_what_should_be_confined_and_is_not_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = "supervise.RESTRICT_SELF = 9999; supervise.rights_to_confine = lambda: 0x3FF2"
+    supervised_by(tmp_path, change, monkeypatch)
+    with pytest.raises(EnvironmentFailed, match="Could not start touch"):
+        run(tmp_path, "touch", "file", writable=tmp_path)
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_confined_command_moves_files_between_its_folders(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "a").mkdir(parents=True)
+    (own / "b").mkdir()
+    script = "import os; open('own/a/x', 'w').close(); os.replace('own/a/x', 'own/b/x')"
+    assert run(tmp_path, sys.executable, "-c", script, writable=own).ok
