@@ -13,8 +13,12 @@ import pytest
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parent.parent
-NOXFILE = """\
-import nox
+# Nothing is installed: the gate runs in the environment of these tests.
+ADDED = """
+nox.options.default_venv_backend = "none"
+
+def install(session, *requirements):
+    pass
 
 @nox.session(venv_backend="none")
 def show(session):
@@ -26,11 +30,13 @@ def fail(session):
 """
 
 
-def call(script: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def call(
+    script: Path, *arguments: str, cwd: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script, *arguments],
         cwd=cwd,
-        env={**os.environ, "PIP_USER": "1", "PIP_TARGET": str(cwd / "target")},
+        env={**os.environ, **variables, "PIP_USER": "1", "PIP_TARGET": str(cwd / "target")},
         capture_output=True,
         text=True,
         timeout=280,
@@ -39,10 +45,13 @@ def call(script: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ci/nox in a checkout of its own, whose path has a space."""
+    """ci/nox in a checkout of its own, whose path has a space, with two more sessions."""
     root = tmp_path_factory.mktemp("a b")
-    shutil.copytree(ROOT / "ci", root / "ci")
-    (root / "noxfile.py").write_text(NOXFILE)
+    for folder in ("ci", "gate", "tests/regression"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
+    shutil.copyfile(ROOT / "pyproject.toml", root / "pyproject.toml")
+    (root / "noxfile.py").write_text((ROOT / "noxfile.py").read_text() + ADDED)
     return root / "ci" / "nox"
 
 
@@ -60,9 +69,20 @@ def test_nox_is_installed_on_first_use_only(script: Path, tmp_path: Path) -> Non
     assert len(list((script.parent.parent / ".nox").glob("bootstrap-*"))) == 1
 
 
-def test_a_relative_wheel_counts_from_where_the_user_is(tmp_path: Path) -> None:
+def gate(script: Path, *arguments: str, cwd: Path) -> str:
+    """What the gate says when a session of nox runs it on a command line that is wrong."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = call(script, "-s", "gate", "--", *arguments, cwd=cwd, PATH=path)
+    assert done.returncode == 2, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_gate_knows_where_the_user_is(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "some where"
     folder.mkdir()
-    done = call(ROOT / "ci" / "nox", "-s", "gate", "--", "--wheel", "absent.whl", cwd=folder)
-    assert done.returncode != 0
-    assert f"looked for {folder / 'absent.whl'}" in done.stdout + done.stderr
+    said = gate(script, "--wheel", "absent.whl", cwd=folder)
+    assert f"looked for {folder / 'absent.whl'}" in said
+    # What it advises to type works from there.
+    typed = os.path.relpath(script, folder)
+    assert f"Usage: '{typed}' -s gate -- verify " in gate(script, "verify", cwd=folder)
+    assert (folder / typed).samefile(script)
