@@ -47,6 +47,8 @@ def run_gate(session: nox.Session, command: str) -> None:
         "GATE_INVOKED_FROM": session.invoked_from,
         # What it advises to type must work where the user is.
         "GATE_PROGRAM": f"{shlex.quote(typed)} -s gate --",
+        # Nothing is uploaded, or goes on using a GPU, when nox itself was ended.
+        "GATE_PARENT": str(os.getpid()),
     }
     named = session.posargs and session.posargs[0] in COMMANDS
     words = session.posargs if named else [command, *session.posargs]

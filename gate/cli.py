@@ -22,6 +22,7 @@ from gate.build import build as build_wheel
 from gate.errors import EXIT_CODES, EnvironmentFailed, GateError, Interrupted, UsageFailure
 from gate.evidence import sign_statements, suite_digest
 from gate.evidence import verify as verify_evidence
+from gate.harness.supervise import end_with_parent
 from gate.layer import KEPT_LAYERS
 from gate.machine import PROFILES
 from gate.pipeline import Options
@@ -49,6 +50,7 @@ EPILOG = "\n\n".join(
         "  TMPDIR             where environments are made, and removed again (default /tmp)\n"
         "  GATE_INVOKED_FROM  directory that relative paths count from (default: this one)\n"
         "  GATE_PROGRAM       what is typed to call the gate, for its advice to name\n"
+        "  GATE_PARENT        process id of the parent, with which the gate is to end\n"
         "  GITHUB_STEP_SUMMARY  file that `run` appends its report to, in Markdown\n"
         "  GATE_SIGN          key that `run` signs statements with, as --sign does\n"
         "  TWINE_USERNAME, TWINE_PASSWORD\n"
@@ -458,6 +460,8 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 def call(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     try:
+        if (parent := os.environ.get("GATE_PARENT", "")).isdecimal():
+            end_with_parent(int(parent))
         gate.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except click.ClickException as error:
         error.show()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+
+from tests.gate.index_server import answer, stub_server
 
 pytestmark = pytest.mark.processes
 
@@ -69,10 +74,13 @@ def test_nox_is_installed_on_first_use_only(script: Path, tmp_path: Path) -> Non
     assert len(list((script.parent.parent / ".nox").glob("bootstrap-*"))) == 1
 
 
+def search_path() -> str:
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
 def gate(script: Path, *arguments: str, cwd: Path) -> str:
     """What the gate says when a session of nox runs it on a command line that is wrong."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = call(script, "-s", "gate", "--", *arguments, cwd=cwd, PATH=path)
+    done = call(script, "-s", "gate", "--", *arguments, cwd=cwd, PATH=search_path())
     assert done.returncode == 2, done.stderr
     return done.stdout + done.stderr
 
@@ -86,3 +94,31 @@ def test_the_gate_knows_where_the_user_is(script: Path, tmp_path: Path) -> None:
     typed = os.path.relpath(script, folder)
     assert f"Usage: '{typed}' -s gate -- verify " in gate(script, "verify", cwd=folder)
     assert (folder / typed).samefile(script)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_gate_ends_with_nox(number: signal.Signals, script: Path, tmp_path: Path) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def hang(request: BaseHTTPRequestHandler) -> None:
+        asked.set()
+        released.wait(120)
+        answer(request, 404)
+
+    with stub_server(hang) as url:
+        options = ("v9.9", "--no-tag-check", "--from", url, "--evidence", str(tmp_path))
+        process = subprocess.Popen(
+            [sys.executable, script, "-s", "gate", "--", *options],
+            env={**os.environ, "PATH": search_path()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        with process:
+            assert asked.wait(240)
+            process.send_signal(number)
+            # Ends when nobody holds the other end any more.
+            said, _ = process.communicate(timeout=60)
+        released.set()
+    assert process.returncode == -number
+    assert "Interrupted by SIGTERM" in said

@@ -29,6 +29,7 @@ from typing import Any
 
 GRACE_SECONDS = 2.0
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 # landlock(7): system calls, the same on every processor, and rights to change files, of which
@@ -43,6 +44,13 @@ DEVICES = ("/dev", "/proc")
 def become_subreaper() -> None:
     """Inherit the orphans among this process's descendants, in place of init."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent(pid: int) -> None:
+    """Have this process get SIGTERM when its parent ``pid`` is gone, however that ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != pid:  # it was gone before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def descendants(root: int, without: frozenset[int] = frozenset()) -> dict[int, str]:
