@@ -100,6 +100,19 @@ extern "C" __global__ void axpy(const void* table, long long items) {
     assert b"mul.rn.f32" in ptx
 
 
+def test_kernels_have_one_copy_of_each_part(compiler: Nvrtc) -> None:
+    """What is inlined twice is compiled twice, for each architecture and on users' machines."""
+    sources = {
+        name: data
+        for name, data in read_sources().items()
+        if name.endswith(".cuh") or name == "momentum.cu"
+    }
+    ptx = compiler.compile(sources, "compute_75").data
+    assert ptx.count(b"-766435501") == 1  # a multiplier of the random numbers
+    assert ptx.count(b"div.rn.f32") == 8 + 1  # by magnitudes, and by the distance of two entries
+    assert ptx.count(b"cvt.f32.f16") == 8 + 8  # of gradients that are blended, then of Nesterov's
+
+
 @pytest.mark.parametrize(
     ("sources", "said"),
     [
