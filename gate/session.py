@@ -19,6 +19,7 @@ from gate import environment as environments
 from gate import evidence, records, regressions
 from gate.environment import Environment
 from gate.errors import EnvironmentFailed, GateError, Interrupted, RegressionFailed
+from gate.harness.supervise import rights_to_confine
 from gate.layer import Layers
 from gate.machine import Machine, Profile, choose, examine
 from gate.parallel import Capacity, Need, side_by_side
@@ -278,6 +279,7 @@ class Session:
                     **self._wanted,
                     "dirty": commit.endswith("-dirty"),
                     "site": str(self.target.site or ""),
+                    "confined": bool(rights_to_confine()),
                 },
                 suite_digest=self._suite_digest,
                 commit=commit.removesuffix("-dirty") or None,

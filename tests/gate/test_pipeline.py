@@ -46,8 +46,12 @@ def options(tmp_path: Path, suite: Path, *targets: Target) -> Options:
 
 
 def test_one_environment_that_fails_does_not_hide_the_verdict_of_another(
-    tmp_path: Path, make_suite: MakeSuite, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    make_suite: MakeSuite,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(session, "rights_to_confine", lambda: 0)
     (tmp_path / "empty").mkdir()
     targets = (
         Target(name="floor", site=SITE),
@@ -69,6 +73,7 @@ def test_one_environment_that_fails_does_not_hide_the_verdict_of_another(
     ]
     runs = [each["predicate"]["configuration"][0]["annotations"] for each in statements]
     assert sorted(run["environmentId"] for run in runs) == ["floor", "newest"]
+    assert [run["environment"]["confined"] for run in runs] == [False, False]
     assert all(run["started"] <= run["finished"] for run in runs)
     reports = {
         (report["environment"], report["result"])
