@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from training import start
 
-from gefen import Gefen
+from gefen import Gefen, GefenMuon
 from gefen.errors import (
     GefenError,
     InvalidArgumentError,
@@ -54,8 +54,8 @@ def test_other_bad_arguments() -> None:
             Gefen(params)
     with pytest.raises(InvalidArgumentError, match="not a mix"):
         Gefen([("w", start((3,))), start((3,))])
-    with pytest.raises(UnsupportedFeatureError, match="capturable=True"):
-        Gefen([start((3,))], capturable=True)
+    with pytest.raises(UnsupportedFeatureError, match="fp8_ns=True"):
+        GefenMuon([start((3, 3))], fp8_ns=True)
     assert issubclass(UnsupportedFeatureError, NotImplementedError)
 
 

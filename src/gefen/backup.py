@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gefen import capture
 from gefen import hyperparameters as check
 from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
@@ -38,11 +39,16 @@ class BackupAdamW(Half, torch.optim.AdamW):
         "amsgrad": check.unavailable,
         "maximize": check.flag,
         "foreach": check.one_of(None, False, True),
-        "capturable": check.unavailable,
+        "capturable": check.flag,
         "differentiable": check.unavailable,
         "fused": check.one_of(None, False),
     }
     """One for each setting that torch's constructor has besides; groups may have their own."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether torch's step keeps its counts and tensor rates on the device."""
+        return all(group["capturable"] for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in AdamW, with settings and parameters validated as in the other half."""
@@ -51,7 +57,7 @@ class BackupAdamW(Half, torch.optim.AdamW):
 
     def _collect(self) -> list[Slot]:
         for group in self.param_groups:
-            self._resumed(group)
+            self._current(group)
         pairs = gradients(self.param_groups, self._check)
         return [self._unchanged(slot, grad) for slot, grad in pairs]
 
@@ -62,6 +68,14 @@ class BackupAdamW(Half, torch.optim.AdamW):
                 f"Gradient of parameter {slot.name!r} is {grad.dtype}, the parameter "
                 f"{slot.param.dtype}: AdamW takes equal dtypes only"
             )
+        settings, device = slot.group, slot.param.device
+        if settings["capturable"]:
+            if device.type == "cpu":
+                raise UnsupportedParameterError(
+                    f"Parameter {slot.name!r} is on {device}: torch's AdamW with capturable=True "
+                    "steps parameters of accelerators only; pass capturable=False"
+                )
+            check.unread_rate("lr", settings["lr"], device)
         entry = self.state.get(slot.param)
         if entry:
             check_unchanged(self._spec(slot.param, entry), entry, slot.name)
@@ -77,14 +91,25 @@ class BackupAdamW(Half, torch.optim.AdamW):
         return slot.param
 
     def _prepare(self, works: list[Slot]) -> list[Slot]:
+        if capture.under_way():
+            for slot in works:
+                if not self.state.get(slot.param):
+                    capture.refuse_first(slot.name, "gets its state")
         return works
 
     def _commit(self, plan: list[Slot], active: bool = False) -> None:
         if not plan:
             return
         for group in self.param_groups:
-            group.update(self._resumed(group))
+            group.update(self._current(group))
         _unhooked_step()(self)
+
+    def _current(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group's settings; a tensor rate is not read where the device does it."""
+        rate = group.get("lr")
+        if group.get("capturable") is True and isinstance(rate, Tensor):
+            return self._resumed({**group, "lr": 0.0}) | {"lr": rate}
+        return self._resumed(group)
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         torchs = {
@@ -95,7 +120,8 @@ class BackupAdamW(Half, torch.optim.AdamW):
         checks = {**self.checks, "lr": check.current_rate}
         checks |= {key: own for key, own in self.torchs_checks.items() if key in torchs}
         chosen = torchs | check.checked({**torchs, **settings}, checks)
-        if chosen["foreach"] and isinstance(chosen["lr"], Tensor):
+        rate_is_read = isinstance(chosen["lr"], Tensor) and not chosen["capturable"]
+        if chosen["foreach"] and rate_is_read:
             check.refuse("foreach", True, "None or False where lr is a tensor")
         return chosen
 

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gefen import capture
 from gefen.checkpoint import CheckpointedOptimizer, forbid_inference
 from gefen.codebook import Quantizer, blank, is_blank
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
-from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unavailable
+from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
 from gefen.momentum import histogram, learn_from, reencode
 from gefen.parameters import (
@@ -28,6 +29,7 @@ from gefen.parameters import (
 from gefen.scaling import forgotten_on_failure, refuse_controls
 from gefen.state import (
     CODEBOOK,
+    COUNT,
     GLOBAL_STEP,
     INDEX,
     MAGNITUDE,
@@ -35,6 +37,7 @@ from gefen.state import (
     SHARED,
     STEP,
     Entry,
+    advance,
     check_unchanged,
 )
 from gefen.steady import Steady
@@ -86,7 +89,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     option_checks: ClassVar[dict[str, Check]] = {
         "fused": flag,
         "deterministic": flag,
-        "capturable": unavailable,
+        "capturable": flag,
         "verbose": flag,
     }
     """One for each setting of the whole optimizer."""
@@ -139,6 +142,11 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         check_distinct(added)
         super().add_param_group(group)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether counts and tensor rates stay on the device, unread."""
+        return bool(self.options["capturable"])
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` returns.
@@ -152,6 +160,14 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _collect(self) -> list[Work]:
         """Every parameter with a gradient, all of it validated."""
         settings = {id(group): self._current(group) for group in self.param_groups}
+        works = self._collected(settings)
+        if self.capturable:
+            places = {(id(work.settings), work.param.get_device()): work for work in works}
+            for work in places.values():
+                unread_rate("lr", work.settings["lr"], work.param.device)
+        return works
+
+    def _collected(self, settings: dict[int, dict[str, Any]]) -> list[Work]:
         steady, known = self._steady, None
         if steady is not None:
             known = steady.revive(self.param_groups, self.state)
@@ -171,7 +187,10 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         ]
 
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group's settings for one step, ``lr`` as a float."""
+        """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
+        rate = group.get("lr")
+        if self.capturable and isinstance(rate, Tensor):
+            return self._resumed({**group, "lr": 0.0}) | {"lr": rate}
         settings = self._resumed(group)
         settings["lr"] = float(settings["lr"])
         return settings
@@ -179,12 +198,34 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _prepare(self, works: list[Work]) -> Plan:
         if not works:
             return Plan(works)
+        if capture.under_way():
+            self._check_known(works)
         plan = Plan(works)
         if not self._repeats(works):
             plan.missing.update((work.key, self._missing(work)) for work in works)
         if self._wants_codebook():
             return replace(plan, codebook=learn_from(self._histogram(works, plan.missing)))
         return plan
+
+    def _check_known(self, works: list[Work]) -> None:
+        """Raise where a step would make or learn something, rather than update what is there."""
+        for work in works:
+            entry = self.state.get(work.key)
+            if not entry or self._moments(work, entry):
+                capture.refuse_first(work.slot.name, "gets its state")
+            elif entry[INDEX].device != work.param.device:
+                capture.refuse_first(work.slot.name, "gets its state moved")
+            elif (
+                self._quantizers.get(entry[INDEX].get_device(), (None,))[0] is not entry[CODEBOOK]
+            ):
+                capture.refuse_first(work.slot.name, "meets its codebook for the first time")
+        if self.options.get("codebook_refresh_every"):
+            raise InvalidArgumentError(
+                f"Invalid codebook_refresh_every={self.options['codebook_refresh_every']}: a "
+                "captured step learns no codebook; pass 0"
+            )
+        if self._shared(CODEBOOK) is not self._examined[0] or self._examined[1]:
+            capture.refuse_first(works[0].slot.name, "waits for a codebook to be learned")
 
     def _repeats(self, works: list[Work]) -> bool:
         """Whether all is known to be as it was when the last step had ended."""
@@ -202,8 +243,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         """What the parameter's state lacks before this step, on the parameter's device."""
         param, entry = work.param, self.state.get(work.key)
         if not entry:
-            return {STEP: 0} | self._fresh(work, self._period(work))
-        check_unchanged(self._spec(param, entry), entry, work.slot.name)
+            return {STEP: self._zero(param)} | self._fresh(work, self._period(work))
+        spec = self._spec(param, entry)
+        check_unchanged(spec.on_device() if self.capturable else spec, entry, work.slot.name)
         moved = {
             key: value.to(param.device)
             for key, value in entry.items()
@@ -220,6 +262,10 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             MAGNITUDE: torch.zeros(n // period, dtype=torch.float32, device=device),
         }
         return new | self._moments(work, new)
+
+    def _zero(self, param: Tensor) -> int | Tensor:
+        """A count of a parameter's steps, before the first."""
+        return torch.zeros((), dtype=COUNT, device=param.device) if self.capturable else 0
 
     def _wants_codebook(self) -> bool:
         known = self._shared(CODEBOOK)
@@ -242,7 +288,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         if not plan.works and not active:
             return
         if self._repeats(plan.works) and plan.codebook is None:
-            self._shared(GLOBAL_STEP).add_(1)
+            for count in self._counts().values():
+                count.add_(1)
         else:
             for param, entry in plan.missing.items():
                 self.state[param].update(entry)
@@ -263,15 +310,15 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             self._steady.forget()
 
     def _count(self, works: list[Work]) -> None:
-        for work in works:
-            work.entry[STEP] += 1
+        advance([work.entry for work in works], STEP)
 
     def _share(self, learned: Tensor | None) -> None:
         """Count the step and hand codebook and count to every parameter's state."""
         entries = list(self._entries())
-        count, codebook = self._shared(GLOBAL_STEP), self._shared(CODEBOOK)
-        count = torch.zeros((), dtype=torch.int64, device="cpu") if count is None else count
-        count += 1
+        codebook, counts = self._shared(CODEBOOK), self._counts()
+        for count in counts.values():
+            count.add_(1)
+        count = next(iter(counts.values()))
         if learned is not None and codebook is not None:
             for entry in entries:
                 if INDEX in entry:
@@ -287,7 +334,22 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             device = entry.get(INDEX, codebook).device
             if device not in by_device:
                 by_device[device] = codebook.to(device)
-            entry |= {GLOBAL_STEP: count, CODEBOOK: by_device[device]}
+            home = device if self.capturable else count.device
+            if home not in counts:
+                counts[home] = count.to(home)
+            entry |= {GLOBAL_STEP: counts[home], CODEBOOK: by_device[device]}
+        if learned is not None:
+            self._examined = self._shared(CODEBOOK), False
+
+    def _counts(self) -> dict[torch.device, Tensor]:
+        """The steps of this optimizer: one tensor, or one for each device that reads it."""
+        counts: dict[torch.device, Tensor] = {}
+        for entry in [*self._entries(), self._spare]:
+            if GLOBAL_STEP in entry:
+                counts.setdefault(entry[GLOBAL_STEP].device, entry[GLOBAL_STEP])
+                if not self.capturable:
+                    break
+        return counts or {_CPU: torch.zeros((), dtype=torch.int64, device=_CPU)}
 
     def _log(self, plan: Plan) -> None:
         if plan.codebook is not None:
@@ -307,7 +369,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         """The arguments of this parameter's momentum update."""
         entry, seed, codebook = work.entry, None, work.entry[CODEBOOK]
         if work.settings["stochastic_round"]:
-            seed = int(entry[GLOBAL_STEP]), work.slot.number
+            count = entry[GLOBAL_STEP]
+            seed = count if self.capturable else int(count), work.slot.number
         return Momentum(
             work.grad,
             entry[INDEX],
@@ -342,6 +405,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         raise NotImplementedError
 
 
+_CPU = torch.device("cpu")
+
+
 def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
     """Step all halves, once all of them and all ranks are ready; return the closure's value.
 
@@ -358,6 +424,8 @@ def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None
     halves: Sequence[Any] = optimizer._halves()
     with forgotten_on_failure(optimizer):
         agreement = optimizer._agreement()
+        if capture.under_way():
+            capture.check(halves, agreement)
         if agreement is not None:
             return agreement.step(optimizer, halves, partial(evaluate, closure))
         refuse_controls(optimizer)

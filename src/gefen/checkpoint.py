@@ -21,12 +21,15 @@ from gefen.half import Half
 from gefen.parameters import Slot, slots
 from gefen.state import (
     CODEBOOK,
+    COUNT,
+    COUNTED,
     COUNTS,
     GLOBAL_STEP,
     MAGNITUDE,
     SHARED,
     STEP,
     Entry,
+    counted_by_host,
     disagreement,
     impossible,
 )
@@ -34,8 +37,8 @@ from gefen.state import (
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
 
-OWN = ("params", "param_names", "sharded_mode")
-"""Group keys that a load does not replace: the mode is the run's, not the state's."""
+OWN = ("params", "param_names", "sharded_mode", "capturable")
+"""Group keys that a load does not replace: how to run is the run's choice, not the state's."""
 
 
 def forbid_inference(what: str) -> None:
@@ -95,8 +98,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         """Continue from ``state_dict``, bitwise; its tensors are copied.
 
         State keeps its dtypes whatever those of the parameters, and goes to the parameters'
-        devices. A tensor ``lr`` of this optimizer is kept and takes the saved value. All
-        settings of groups are loaded but ``sharded_mode``, which stays this optimizer's. Raises
+        devices; steps become tensors or numbers as this optimizer's ``capturable`` wants. CUDA
+        graphs captured before still use the replaced state: capture anew. A tensor ``lr`` of this
+        optimizer is kept and takes the saved value. All settings of groups are loaded but
+        ``sharded_mode`` and AdamW's ``capturable``, which stay this optimizer's. Raises
         :class:`CheckpointError`, and changes nothing, where anything does not fit; non-finite
         state fits, as gradients can lead to it, negative magnitudes or second moments do not.
         Hooks get a copy of ``state_dict``, and one that raises changes nothing either.
@@ -215,7 +220,7 @@ def _read(
         }
         taken = {param: entry for param, entry in found.items() if entry}
         _check_shared(list(taken.values()))
-        entries |= _copied(taken)
+        entries |= _copied(taken, half.capturable)
     return settings, entries
 
 
@@ -289,10 +294,13 @@ def _entry(half: Half, slot: Slot, saved: Any) -> Entry:
     """The saved entry of a parameter; empty where that had taken no step."""
     if not isinstance(saved, Mapping):
         _refuse(f"the state of parameter {slot.name!r} is no dict")
-    entry = dict(saved)
-    if entry.keys() == {STEP} and isinstance(entry[STEP], int) and entry[STEP] == 0:
+    entry, counted = dict(saved), counted_by_host(saved)
+    if entry.keys() == {STEP} and isinstance(counted[STEP], int) and counted[STEP] == 0:
         return {}
-    problem = disagreement(half._spec(half._view(slot), entry), entry) or impossible(entry)
+    spec = half._spec(half._view(slot), entry)
+    if STEP in spec.counts:
+        entry = counted
+    problem = disagreement(spec, entry) or impossible(entry)
     if problem is not None:
         _refuse(f"the state of parameter {slot.name!r} does not fit: {problem}")
     return entry
@@ -322,14 +330,19 @@ def _has_momentum(entry: Entry) -> bool:
     return bool(((magnitude > 0) & magnitude.isfinite()).any())
 
 
-def _copied(entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-    """Own copies on the parameters' devices, counts on the CPU; shared values once per device."""
+def _copied(entries: dict[Tensor, Entry], capturable: bool) -> dict[Tensor, Entry]:
+    """Own copies on the parameters' devices; shared values once per device.
+
+    Counts go to the CPU, unless the device counts itself.
+    """
     shared: dict[tuple[str, torch.device], Tensor] = {}
 
     def copied(key: str, value: Any, device: torch.device) -> Any:
         if not isinstance(value, Tensor):
-            return value
-        device = torch.device("cpu") if key in COUNTS else device
+            counts = capturable and key in COUNTED
+            return torch.tensor(value, dtype=COUNT, device=device) if counts else value
+        if key in COUNTS and not capturable:
+            device = torch.device("cpu")
         if (key, device) in shared:
             return shared[key, device]
         own = value.detach().to(device, copy=True, memory_format=torch.contiguous_format)

@@ -48,7 +48,11 @@ class Gefen(QuantisedOptimizer):
     - ``deterministic``: only algorithms that repeat bit for bit, as under
       ``torch.use_deterministic_algorithms``: on CUDA the sums that block lengths are chosen by
       are then made on the CPU. The CPU has no others.
-    - ``capturable``: not available yet.
+    - ``capturable``: the device counts steps and reads a tensor ``lr``, which must be there, so
+      that a step can be captured in a CUDA graph; the state's ``step`` is then a tensor. A replay
+      counts on and takes the ``lr`` tensor as it is; a number ``lr`` and the other settings are
+      those of the capture. Step a few times before it, with the same gradients present, and
+      capture anew after loading state or adding parameters. Captured steps learn no codebook.
     - ``verbose``: log learned block lengths and codebooks to the logger ``gefen`` at level INFO,
       which ``logging.basicConfig(level=logging.INFO)`` shows.
 

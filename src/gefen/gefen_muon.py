@@ -14,9 +14,9 @@ from gefen import hyperparameters as check
 from gefen import kernels
 from gefen.base import Plan, QuantisedOptimizer, Work
 from gefen.blocks import find_period
-from gefen.errors import UnsupportedParameterError
+from gefen.errors import UnsupportedFeatureError, UnsupportedParameterError
 from gefen.kernels.reference import matrix_step
-from gefen.kernels.tasks import DenseMomentum
+from gefen.kernels.tasks import DenseMomentum, wide
 from gefen.momentum import learn_from
 from gefen.newton_schulz import (
     STANDARD,
@@ -27,7 +27,16 @@ from gefen.newton_schulz import (
     resolve_schedule,
 )
 from gefen.parameters import Slot, is_dtensor, is_shared, slots
-from gefen.state import CODEBOOK, GLOBAL_STEP, NORMUON_STEP, NORMUON_V, Entry, Spec, momentum_spec
+from gefen.state import (
+    CODEBOOK,
+    GLOBAL_STEP,
+    NORMUON_STEP,
+    NORMUON_V,
+    Entry,
+    Spec,
+    advance,
+    momentum_spec,
+)
 
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
@@ -74,7 +83,8 @@ class GefenMuon(QuantisedOptimizer):
     - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
     - ``fp8_ns``: not available yet; ``fp8_ns_compile`` only concerns it.
 
-    Settings of the optimizer, and errors: as in :class:`~gefen.Gefen`.
+    Settings of the optimizer, and errors: as in :class:`~gefen.Gefen`. ``capturable`` cannot step
+    matrices that ranks share, other than with ``sharded_mode="approx"``.
 
     Sources: Jordan et al. 2024 (Muon); arXiv 2510.05491 (NorMuon); arXiv 2411.16085 (cautious).
     """
@@ -144,6 +154,11 @@ class GefenMuon(QuantisedOptimizer):
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
+        if self.capturable and self._is_whole(slot):
+            raise UnsupportedFeatureError(
+                f"Parameter {slot.name!r} is stepped by several ranks together, which "
+                "capturable=True cannot: pass sharded_mode='approx' or capturable=False"
+            )
         if slot.param.dim() != 2:
             raise UnsupportedParameterError(
                 f"Parameter {slot.name!r} has shape {tuple(slot.param.shape)}: GefenMuon takes "
@@ -159,7 +174,7 @@ class GefenMuon(QuantisedOptimizer):
         rows, device = work.param.shape[0], work.param.device
         return {
             NORMUON_V: torch.zeros(rows, dtype=torch.float32, device=device),
-            NORMUON_STEP: 0,
+            NORMUON_STEP: self._zero(work.param),
         }
 
     def _spec(self, param: Tensor, entry: Entry) -> Spec:
@@ -171,9 +186,8 @@ class GefenMuon(QuantisedOptimizer):
 
     def _count(self, works: list[Work]) -> None:
         super()._count(works)
-        for work in works:
-            if work.settings["normuon"] and not self._is_whole(work.slot):
-                work.entry[NORMUON_STEP] += 1
+        counted = [w for w in works if w.settings["normuon"] and not self._is_whole(w.slot)]
+        advance([work.entry for work in counted], NORMUON_STEP)
 
     def _is_whole(self, slot: Slot) -> bool:
         """Whether ranks that share the matrix step it as a whole, rather than their shards."""
@@ -302,11 +316,12 @@ class GefenMuon(QuantisedOptimizer):
     ) -> None:
         """Step ``work.param``, a matrix of ``shape`` or a shard of one."""
         settings = work.settings
+        lr = wide(settings["lr"])
         matrix_step(
             work.param.detach(),
             update,
-            lr=settings["lr"] * lr_ratio(shape, settings["adjust_lr_fn"]),
-            weight_decay=settings["lr"] * settings["weight_decay"],
+            lr=lr * lr_ratio(shape, settings["adjust_lr_fn"]),
+            weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
             cautious=work.grad if settings["cautious"] and not masked else None,
         )
 

@@ -26,6 +26,11 @@ class Half:
     _owners: Mapping[Tensor, int] = {}
     """Places in their groups of the ranks that alone hold a parameter's momentum."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether counts and tensor rates stay on the device, unread."""
+        return False
+
     def _check(self, slot: Slot) -> None:
         """Raise where the parameter cannot be optimized."""
         check_parameter(slot.param, slot.name)

@@ -46,7 +46,8 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     "adamw" (torch's, whose state has the parameters' dtypes).
 
     ``param_groups`` and ``state`` are those of both halves: schedulers, GradScaler and hooks
-    treat this as one optimizer. A scheduler that cycles momentum moves Muon's alone.
+    treat this as one optimizer. With ``capturable`` and "adamw", the backup's parameters must be
+    on an accelerator, as torch demands. A scheduler that cycles momentum moves Muon's alone.
     """
 
     muon: GefenMuon | None
@@ -220,7 +221,8 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
         name = f"backup_{dimensions}_period_one"
         own[f"force_{dimensions}_period_one"] = check.flag(name, given[name])
     if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
-        return _maker(BackupAdamW, BackupAdamW.checks, given | own)
+        checks = {**BackupAdamW.checks, "capturable": check.flag}
+        return _maker(BackupAdamW, checks, given | own)
     own["factored_v_2d"] = False
     return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)
 

@@ -72,10 +72,14 @@ def learning_rate(name: str, value: object) -> float | Tensor:
     return value
 
 
-def _item(name: str, value: Tensor) -> float:
+def _check_rate(name: str, value: Tensor) -> None:
     holds_numbers = value.layout == torch.strided and not value.is_meta
     if value.numel() != 1 or not value.is_floating_point() or not holds_numbers:
         refuse(name, value, "a number or a dense floating-point tensor with one element")
+
+
+def _item(name: str, value: Tensor) -> float:
+    _check_rate(name, value)
     return value.item()
 
 
@@ -126,6 +130,18 @@ def unavailable(name: str, value: object) -> bool:
     if flag(name, value):
         raise UnsupportedFeatureError(f"{name}=True is not available yet: pass {name}=False")
     return False
+
+
+def unread_rate(name: str, value: object, device: torch.device) -> None:
+    """Raise where a captured step on ``device`` cannot use a learning rate without reading it."""
+    if not isinstance(value, Tensor):
+        return
+    _check_rate(name, value)
+    if value.device != device:
+        raise InvalidArgumentError(
+            f"Invalid {name} on {value.device}: with capturable=True a tensor must be on the "
+            f"parameters' device, {device}"
+        )
 
 
 def current_rate(name: str, value: object) -> float | Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gefen.errors import InvalidArgumentError
+from gefen.kernels.tasks import Count, wide
 
 Triple: TypeAlias = tuple[float, float, float]
 Schedule: TypeAlias = tuple[Triple, ...]
@@ -147,20 +148,21 @@ def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def normalise_rows(x: Tensor, ema: Tensor, beta2: float, step: int, eps: float) -> Tensor:
+def normalise_rows(x: Tensor, ema: Tensor, beta2: float, step: Count, eps: float) -> Tensor:
     """NorMuon (arXiv 2510.05491): even out the rows of an orthogonalised matrix.
 
     ``x`` is [rows, columns] of any floating dtype; ``ema`` is float32 [rows], the running mean
     of each row's mean square, updated in place; ``step`` is the age of ``ema`` with this update
-    counted (1 at the first). Returns float32 [rows, columns] with the Frobenius norm of ``x``.
+    counted (1 at the first), a number or a tensor on the device. Returns float32
+    [rows, columns] with the Frobenius norm of ``x``.
     """
     if x.numel() == 0:
         return x.float()
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide)
-    ema.lerp_(wide.square().mean(dim=1), 1 - beta2)
-    scale = (ema / (1 - beta2**step)).sqrt_().add_(eps)
-    out = wide / scale.unsqueeze(1)
+    values = x.float()
+    norm = torch.linalg.vector_norm(values)
+    ema.lerp_(values.square().mean(dim=1), 1 - beta2)
+    scale = (ema / (1 - beta2 ** wide(step))).sqrt_().add_(eps)
+    out = values / scale.unsqueeze(1)
     changed = torch.linalg.vector_norm(out)
     return out.mul_(torch.where(changed > 0, norm / changed, 0.0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from gefen.errors import UnsupportedParameterError
 from gefen.parameters import is_dtensor, local
 
 STEP = "step"
-"""Steps that this parameter has taken: int, for AdamW a float tensor."""
+"""Steps that this parameter has taken: int; for AdamW and with ``capturable`` a float tensor."""
 PERIOD = "period"
 """Elements per block, int."""
 INDEX = "index"
@@ -30,7 +31,7 @@ V_COL = "v_col"
 NORMUON_V = "normuon_v"
 """float32 [rows]: EMA of the mean square of each row of the update."""
 NORMUON_STEP = "normuon_step"
-"""Steps that ``normuon_v`` has seen, int."""
+"""Steps that ``normuon_v`` has seen, likewise."""
 CODEBOOK = "codebook"
 """float32 [256], one tensor shared by all parameters of an optimizer on a device.
 
@@ -38,7 +39,10 @@ Until there is a gradient to learn from, :func:`gefen.codebook.blank`: helpers s
 torch.distributed.checkpoint look at the keys after a step with zero gradients.
 """
 GLOBAL_STEP = "global_step"
-"""int64 scalar on the CPU, shared likewise: steps that this optimizer has taken."""
+"""int64 scalar on the CPU, shared likewise: steps that this optimizer has taken.
+
+With ``capturable`` one on each device.
+"""
 
 EXP_AVG = "exp_avg"
 """AdamW's momentum, like the parameter."""
@@ -53,7 +57,12 @@ COUNTS = (STEP, GLOBAL_STEP)
 COUNTED = (STEP, NORMUON_STEP)
 """Keys of what a step counts for each parameter."""
 
+COUNT = torch.float32
+"""Dtype of these where the device counts, as in torch.optim."""
+
 NEVER_NEGATIVE = (MAGNITUDE, V, V_ROW, V_COL, NORMUON_V, EXP_AVG_SQ)
+
+_NUMBERS = (torch.float32, torch.float64, torch.int64)
 
 LARGEST_COUNT = 2**63 - 1
 
@@ -70,6 +79,12 @@ class Spec:
     sharded: dict[str, Tensor] = field(default_factory=dict)
     """Keys whose tensors are DTensors where that parameter is one, with its placements."""
 
+    def on_device(self) -> Spec:
+        """The same where the device counts steps."""
+        counts = {key: total for key, total in self.counts.items() if key not in COUNTED}
+        deferred = {key: (COUNT, ()) for key in COUNTED if key in self.counts}
+        return Spec(counts, {**self.tensors, **deferred}, self.sharded)
+
 
 def momentum_spec(param: Tensor, entry: Entry) -> Spec:
     """The part of the state that all quantised optimizers have."""
@@ -83,6 +98,29 @@ def momentum_spec(param: Tensor, entry: Entry) -> Spec:
         CODEBOOK: (torch.float32, (SIZE,)),
     }
     return Spec({STEP: 0, PERIOD: n}, tensors)
+
+
+def advance(entries: Sequence[Entry], key: str) -> None:
+    """Count a step in each entry, on the host or on the device."""
+    counts = [entry[key] for entry in entries]
+    if counts and isinstance(counts[0], Tensor):
+        torch._foreach_add_(counts, 1)
+        return
+    for entry in entries:
+        entry[key] += 1
+
+
+def counted_by_host(entry: Mapping[str, Any]) -> Entry:
+    """``entry`` with numbers in place of tensors that the device counted with."""
+    own = dict(entry)
+    for key in COUNTED:
+        value = own.get(key)
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_meta:
+            continue
+        if value.shape == () and value.dtype in _NUMBERS:
+            number = value.item()
+            own[key] = int(number) if float(number).is_integer() else number
+    return own
 
 
 def disagreement(spec: Spec, entry: Entry) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gefen.kernels import launch
+from gefen.kernels.cuda import PAYLOAD
 from gefen.kernels.launch import Kernels
 from gefen.kernels.packing import Geometry
 
@@ -60,6 +61,8 @@ class Emulator:
         self._emulate, self.size = library.emulate, library.sizes
         whole = ctypes.c_longlong
         self._emulate.argtypes = (ctypes.c_char_p, whole, whole, ctypes.c_void_p, whole)
+        self._store = library.emulate_store
+        self._store.argtypes = (ctypes.c_void_p, whole, ctypes.c_char_p)
         self.launches: Counter[str] = Counter()
 
     def launch(self, kernel: str, grid: int, table: Tensor, items: int) -> None:
@@ -68,6 +71,14 @@ class Emulator:
         assert table.dtype == torch.int64
         self.run(kernel, 0, grid, table, items)
         self.launches[kernel] += 1
+
+    def store(self, table: Tensor, content: bytes | bytearray) -> None:
+        assert table.numel() * 8 == len(content)
+        for start in range(0, len(content), PAYLOAD):
+            piece = bytes(content[start : start + PAYLOAD])
+            to = table.data_ptr() + start
+            self._store(to, len(piece) // 8, ctypes.create_string_buffer(piece, PAYLOAD))
+            self.launches["store"] += 1
 
     def run(self, kernel: str, first: int, grid: int, table: Tensor, items: int) -> None:
         """Launch, but run only the blocks from ``first`` on."""

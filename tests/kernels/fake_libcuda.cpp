@@ -16,6 +16,8 @@ static void note(const char* format, ...) {
     fflush(log);
 }
 
+static const long STORE = 0x1000;  // added to the module's handle
+
 static thread_local void* current = nullptr;
 
 static long device_of(void* context) { return (long)context - 0x100; }
@@ -80,8 +82,9 @@ int cuModuleLoadData(void** module, const void* image) {
 
 int cuModuleGetFunction(void** function, void* module, const char* name) {
     note("function %s of %lx\n", name, (long)module);
-    *function = (void*)((long)module + 0x100);
-    return strcmp(name, "unit") ? 500 : 0;
+    const bool stores = strcmp(name, "store") == 0;
+    *function = (void*)((long)module + (stores ? STORE : 0x100));
+    return strcmp(name, "unit") && !stores ? 500 : 0;
 }
 
 int cuGetErrorString(int status, const char** text) {
@@ -94,6 +97,10 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     note("launch %lx grid %u %u %u block %u %u %u shared %u stream %lx table %lx items %lld%s\n",
          (long)function, x, y, z, bx, by, bz, shared, (long)stream, *(long*)parameters[0],
          *(long long*)parameters[1], extra ? " extra" : "");
+    if ((long)function >= STORE) {
+        const long long* words = (long long*)parameters[2];
+        note("store %lld to %lld\n", words[0], words[*(long long*)parameters[1] - 1]);
+    }
     return x ? 0 : 1;
 }
 

@@ -294,6 +294,7 @@ for index in (0, 1):
     driver = cuda.driver(torch.device("cuda", index))
     driver.launch("unit", 3, table, 2**40)
     driver.launch("unit", 4, table, 5)
+driver.store(table, torch.arange(1100).numpy().tobytes())
 print(hex(table.data_ptr())[2:])
 for kernel, grid in (("other", 1), ("unit", 0)):
     try:
@@ -328,7 +329,12 @@ def test_the_real_bindings(tmp_path: Path) -> None:
         "kernels: cuDeviceGet: invalid argument",
     ]
     expected = [line for index in (0, 1) for line in calls(index, address)]
-    assert log.read_text().splitlines()[: len(expected)] == expected
+    lines = log.read_text().splitlines()
+    assert lines[: len(expected)] == expected
+    stored = [line for line in lines if line.startswith("store")]
+    assert stored == ["store 0 to 503", "store 504 to 1007", "store 1008 to 1099"]
+    places = [int(line.split("table ")[1].split()[0], 16) for line in lines if "items 504" in line]
+    assert [place - int(address, 16) for place in places] == [0, 8 * 504]
 
 
 def calls(index: int, address: str) -> Iterator[str]:

@@ -30,6 +30,7 @@ from torch import Tensor
 import gefen
 from gefen.codebook import BINS
 from gefen.kernels import launch, packing, reference, scalars
+from gefen.kernels.cuda import PAYLOAD
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
 
 bounded = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -53,6 +54,7 @@ def test_probe(emulator: Emulator) -> None:
 def test_tables_are_laid_out_as_the_kernels_read_them(emulator: Emulator) -> None:
     entries = [packing.TASK.itemsize, packing.FACTORS.itemsize, len(packing.codebook(QUANTIZER))]
     assert [emulator.size(i) for i in range(4)] == [*entries, packing.HEADER.itemsize]
+    assert emulator.size(9) == PAYLOAD
     real = Emulator(REAL)
     for driver, geometry in ((emulator, SMALL), (real, REAL)):
         sizes = [geometry.threads, geometry.warp, geometry.tile, geometry.strip, packing.PANEL]
@@ -264,6 +266,18 @@ def test_trajectories_equal_the_reference(
     unit = torch.finfo(dtype).eps
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=8 * unit, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["factored", "block"])
+def test_autograd_notices_a_step_between_forward_and_backward(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("gefen.kernels._backend", lambda device, fused: kernels(emulator))
+    params, optimizer = trained(OPTIMIZERS[name], torch.float32, steps=1)
+    loss = (params[0] * params[0]).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_step_of_many_parameters_is_a_handful_of_launches(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,7 +20,14 @@ from gefen.errors import CudaUnavailable
 from gefen.kernels import reference
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
 
-__all__ = ["active_backend", "block_step", "factored_step", "histogram", "momentum_update"]
+__all__ = [
+    "active_backend",
+    "block_step",
+    "factored_step",
+    "histogram",
+    "momentum_update",
+    "ops",
+]
 
 Task = TypeVar("Task", DenseMomentum, BlockStep, FactoredStep)
 
@@ -40,27 +48,38 @@ def active_backend(device: torch.device | str, fused: bool = True) -> str:
     return _backend(torch.device(device), fused).name
 
 
+def _named(name: str) -> AbstractContextManager[object]:
+    """Show in profiles as the operation of that name; costs nothing otherwise."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"gefen::{name}")
+    return nullcontext()
+
+
 def momentum_update(tasks: Sequence[DenseMomentum], fused: bool) -> None:
     """Advance each quantised momentum and write the dense direction to ``task.out``."""
-    for device, part in _by_device(tasks).items():
-        _backend(device, fused).momentum_update(part)
+    with _named("momentum_update"):
+        for device, part in _by_device(tasks).items():
+            _backend(device, fused).momentum_update(part)
 
 
 def block_step(tasks: Sequence[BlockStep], fused: bool) -> None:
     """Step each parameter whose second moment is shared by blocks."""
-    for device, part in _by_device(tasks).items():
-        _backend(device, fused).block_step(part)
+    with _named("block_step"):
+        for device, part in _by_device(tasks).items():
+            _backend(device, fused).block_step(part)
 
 
 def factored_step(tasks: Sequence[FactoredStep], fused: bool) -> None:
     """Step each matrix whose second moment is an outer product."""
-    for device, part in _by_device(tasks).items():
-        _backend(device, fused).factored_step(part)
+    with _named("factored_step"):
+        for device, part in _by_device(tasks).items():
+            _backend(device, fused).factored_step(part)
 
 
 def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bool) -> None:
     """Add gradients in blocks of their periods to ``counts``, int64 [4096], all on one device."""
-    _backend(counts.device, fused).histogram(gradients, counts)
+    with _named("histogram"):
+        _backend(counts.device, fused).histogram(gradients, counts)
 
 
 def _by_device(tasks: Sequence[Task]) -> dict[torch.device, list[Task]]:
@@ -92,3 +111,6 @@ def _warn_no_kernels(reason: str) -> None:
         "but slower. Pass fused=False to choose it silently.",
         stacklevel=2,
     )
+
+
+from gefen.kernels import ops  # noqa: E402  (it calls the functions above)

@@ -24,6 +24,9 @@ from gefen.kernels.launch import BLOCK
 
 _PARAMETERS = (ctypes.c_void_p, ctypes.c_longlong)
 
+PAYLOAD = 8 * 504
+"""Bytes that one launch of ``store`` writes: PAYLOAD in store.cu."""
+
 
 def driver(device: torch.device) -> CudaDriver:
     """What launches kernels on ``device``; the same object each time, kernels loaded.
@@ -119,6 +122,21 @@ class CudaDriver:
         Raises:
             CudaUnavailable: this process was forked from the one that made this object.
         """
+        self._start(kernel, grid, ((table.data_ptr(), items), _PARAMETERS))
+
+    def store(self, table: Tensor, content: bytes | bytearray) -> None:
+        """Write ``content``, see :meth:`gefen.kernels.launch.Driver.store`."""
+        for start in range(0, len(content), PAYLOAD):
+            piece = bytes(content[start : start + PAYLOAD])
+            arguments = (
+                ctypes.c_void_p(table.data_ptr() + start),
+                ctypes.c_longlong(len(piece) // 8),
+                ctypes.create_string_buffer(piece, PAYLOAD),
+            )
+            addresses = (ctypes.c_void_p * 3)(*map(ctypes.addressof, arguments))
+            self._start("store", 1, ctypes.addressof(addresses))
+
+    def _start(self, kernel: str, grid: int, arguments: Any) -> None:
         if self._pid != os.getpid():
             raise CudaUnavailable(
                 f"{kernel}: CUDA cannot be used in a process forked from one that used it; "
@@ -126,20 +144,19 @@ class CudaDriver:
             )
         context = _check(self._api, "cuCtxGetCurrent", kernel=kernel)
         if int(context) == self._module.context:
-            self._launch(kernel, context, grid, table, items)
+            self._launch(kernel, context, grid, arguments)
         else:
             with self._primary_context() as primary:
-                self._launch(kernel, primary, grid, table, items)
+                self._launch(kernel, primary, grid, arguments)
 
-    def _launch(self, kernel: str, context: Any, grid: int, table: Tensor, items: int) -> None:
+    def _launch(self, kernel: str, context: Any, grid: int, arguments: Any) -> None:
         function = self._function(kernel, context)
         stream = torch.cuda.current_stream(self._index).cuda_stream
-        values = (table.data_ptr(), items)
         shape = (grid, 1, 1, BLOCK, 1, 1)
         _check(
             self._api,
             "cuLaunchKernel",
-            *(function, *shape, 0, stream, (values, _PARAMETERS), 0),
+            *(function, *shape, 0, stream, arguments, 0),
             kernel=kernel,
         )
 

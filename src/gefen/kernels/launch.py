@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gefen import capture
 from gefen.codebook import Quantizer
 from gefen.kernels import packing, reference, scalars
 from gefen.kernels.packing import Factors, Geometry, Task
@@ -41,6 +42,14 @@ class Driver(Protocol):
             CudaKernelError: there is no such kernel, or the launch was refused.
         """
 
+    def store(self, table: Tensor, content: bytes | bytearray) -> None:
+        """Write ``content``, whole words of 64 bits, to a tensor on the current stream.
+
+        It travels as arguments of launches, so that a CUDA graph that is being captured keeps it:
+        copies from the host's memory would be made anew with each replay, from memory that is
+        long something else, and graphs cannot hold those that wait for it.
+        """
+
 
 def probe(driver: Driver, device: torch.device | str, items: int = 1000) -> bool:
     """Whether a kernel that squares numbers does so on ``device``."""
@@ -55,6 +64,9 @@ T = TypeVar("T", DenseMomentum, BlockStep, FactoredStep)
 _Plans: TypeAlias = OrderedDict[Hashable, tuple[Any, Plan]]
 
 _plans: weakref.WeakKeyDictionary[Driver, _Plans] = weakref.WeakKeyDictionary()
+
+_ready: weakref.WeakSet[Driver] = weakref.WeakSet()
+"""Drivers that have run ``store``."""
 
 
 class Kernels:
@@ -153,6 +165,8 @@ class Kernels:
             grads = launch.lying(grads)
         book = packing.codebook(quantizer)
         self._run(plan, grads, book.data_ptr(), 0, values)
+        # Of kernels, autograd notices nothing by itself.
+        torch.autograd.graph.increment_version(targets)
         if launch is None or not launch.copied:
             plans[key] = form, plan
         else:
@@ -177,8 +191,17 @@ class Kernels:
     def _uploaded(self, content: bytearray) -> Tensor:
         """A copy on the device, without waiting for what that is doing."""
         words = torch.frombuffer(content, dtype=torch.int64)
+        if capture.under_way():
+            memory = torch.empty(words.numel(), dtype=torch.int64, device=self._device)
+            self._driver.store(memory, content)
+            return memory
         if self._device.type == "cuda":
-            return words.pin_memory().to(self._device, non_blocking=True)
+            memory = words.pin_memory().to(self._device, non_blocking=True)
+            if self._driver not in _ready:
+                # A kernel is loaded when it is first used, which a capture does not allow.
+                _ready.add(self._driver)
+                self._driver.store(memory[:1], content[:8])
+            return memory
         return words.to(self._device, copy=True)
 
 

@@ -9,6 +9,7 @@
 #include "histogram.cu"
 #include "momentum.cu"
 #include "probe.cu"
+#include "store.cu"
 #endif
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -46,9 +47,13 @@ EXPORTED int emulate(const char* name, long long first, long long grid, const vo
 }
 
 #ifndef BLOCK_STEP_ONLY
+EXPORTED void emulate_store(unsigned long long* to, long long count, const Payload* payload) {
+    emulator::run_grid(0, 1, [&] { store(to, count, *payload); });
+}
+
 EXPORTED int sizes(int which) {
     const int all[] = {sizeof(Task), sizeof(Factors), sizeof(Codebook), sizeof(Header), THREADS,
-                       WARP, TILE, STRIP, PANEL};
+                       WARP, TILE, STRIP, PANEL, sizeof(Payload)};
     return all[which];
 }
 #endif
