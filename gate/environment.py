@@ -22,7 +22,7 @@ from gate.scratch import low_on_disk, scratch
 from gate.targets import Target, pins
 
 HARNESS = Path(__file__).parent / "harness"
-TEST_LAYER = ("torch", "numpy", "pytest")
+TEST_LAYER = ("torch", "numpy", "pytest", "packaging")
 GRAFT_FILE = "_gate_layer.pth"
 # What a GPU run needs to see of the machine; everything else stays outside.
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
@@ -61,14 +61,12 @@ class Environment:
 def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> layer.Recipe:
     """Return the layer that a wheel with these ``Requires-Dist`` lines needs.
 
-    Everything comes at the pinned version where there is one, so that one layer serves all
-    wheels that need no more. Whether the versions suffice shows once the wheel is installed.
+    All that is asked for comes at the pinned version where there is one, so that one layer serves
+    all wheels that need no more. Whether the versions suffice shows once the wheel is installed.
     """
-    allowed = pins()
     wanted = {name: name for name in TEST_LAYER}
     if torch:
         wanted["torch"] = torch
-        allowed = [pin for pin in allowed if not pin.startswith("torch==")]
     for text in requires_dist:
         try:
             requirement = Requirement(text)
@@ -77,10 +75,12 @@ def recipe(python: Path, torch: str | None, requires_dist: tuple[str, ...]) -> l
         marker, name = requirement.marker, canonicalize_name(requirement.name)
         if name not in wanted and (not marker or marker.evaluate({"extra": ""})):
             wanted[name] = text
+    # Pins of what only builds the wheel may contradict what torch itself requires.
+    pinned = wanted.keys() - ({"torch"} if torch else set())
     return layer.Recipe(
         python=python,
         requirements=tuple(wanted.values()),
-        constraints=tuple(allowed),
+        constraints=tuple(pin for pin in pins() if Requirement(pin).name in pinned),
     )
 
 

@@ -295,7 +295,8 @@ def _create(layer: Path, recipe: Recipe, runner: Runner, workdir: Path) -> None:
         checked(
             outcome,
             f"Could not install {', '.join(recipe.requirements)}",
-            cause="the package index is unreachable, lacks a version, or the disk is full",
+            cause="the package index is unreachable or lacks a version, versions contradict each "
+            "other, or the disk is full",
             next_step="check `pip config list`, or use an existing torch with --site DIR",
         )
 
