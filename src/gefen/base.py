@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -294,8 +295,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             for param, entry in plan.missing.items():
                 self.state[param].update(entry)
             self._share(plan.codebook)
-        for work in plan.works:
-            work.entry = self.state[work.key]
+            for work in plan.works:
+                work.entry = self.state[work.key]
         self._count(plan.works)
         if self.options["verbose"]:
             self._log(plan)
@@ -344,7 +345,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _counts(self) -> dict[torch.device, Tensor]:
         """The steps of this optimizer: one tensor, or one for each device that reads it."""
         counts: dict[torch.device, Tensor] = {}
-        for entry in [*self._entries(), self._spare]:
+        for entry in chain(self._entries(), [self._spare]):
             if GLOBAL_STEP in entry:
                 counts.setdefault(entry[GLOBAL_STEP].device, entry[GLOBAL_STEP])
                 if not self.capturable:

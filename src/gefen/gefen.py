@@ -146,14 +146,13 @@ class Gefen(QuantisedOptimizer):
 
     def _update(self, works: list[Work]) -> None:
         blocks, factored = [], []
-        adams: dict[tuple[int, int], Adam] = {}
+        adam, settings = None, None
         for work in works:
-            entry, settings = work.entry, work.settings
-            step = entry[STEP]
-            key = id(settings), id(step) if isinstance(step, Tensor) else step
-            adam = adams.get(key)
-            if adam is None:
-                adam = adams[key] = _adam(settings, step)
+            entry, step = work.entry, work.entry[STEP]
+            # Mostly the same for many in a row, which the kernels make use of.
+            if adam is None or work.settings is not settings or not _same(step, adam.step):
+                settings = work.settings
+                adam = _adam(settings, step)
             momentum = self._momentum(work, adam.beta1)
             if V in entry:
                 blocks.append(BlockStep(work.param, momentum, entry[V], adam))
@@ -162,6 +161,10 @@ class Gefen(QuantisedOptimizer):
                 factored.append(FactoredStep(work.param, momentum, rows, columns, adam))
         kernels.block_step(blocks, self.options["fused"])
         kernels.factored_step(factored, self.options["fused"])
+
+
+def _same(step: int | Tensor, other: int | Tensor) -> bool:
+    return step is other or (type(step) is int and step == other)
 
 
 def _adam(settings: dict[str, Any], step: Any) -> Adam:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ADAM, DTYPES, Case, copied, momentum
+from cases import ADAM, DTYPES, Case, momentum
 from emulation import SMALL, Emulator
 from graphs import Graph, Run, injected, tensors_of
+from torch import Tensor
 
 from gefen import Gefen, GefenMuon
+from gefen.kernels import launch, reference
 from gefen.kernels.launch import Kernels
-from gefen.kernels.tasks import Adam, BlockStep
+from gefen.kernels.tasks import BlockStep
 
 SHAPES = ((24, 40), (40,), (33, 7), (3,), (1500,), (9001,))
 
@@ -126,29 +128,59 @@ def test_store(emulator: Emulator, words: int) -> None:
     assert out[0] == out[-1] == 0
 
 
-def test_a_plan_follows_its_tensors(emulator: Emulator) -> None:
-    """Through one and the same plan or not: what is stepped is what the tasks name."""
+def moved(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def restrided(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def cast(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, moved) for name in ("param", "v", "grad", "index", "magnitude")),
+        *(("grad", restrided), ("grad", cast), ("param", restrided), ("param", cast)),
+    ],
+)
+def test_a_plan_follows_its_tensors(emulator: Emulator, name: str, change: Any) -> None:
     case = Case(3, 64, *DTYPES[:2], "contiguous", "contiguous", "normal", False, 1)
-    backend = Kernels(emulator, torch.device("cpu"), 1, SMALL)
-    task, param, v = momentum(case)
-    twins = []
-    for number in range(4):
-        own = copied(task)
-        if number == 1:
-            own.grad = task.grad.clone()
-        if number == 2:
-            own.grad = torch.stack([task.grad, task.grad], dim=-1)[..., 0]
-        step = BlockStep(param.clone(), own, v.clone(), Adam(*_fields()))
-        backend.block_step([step])
-        twins.append(step)
-        for state, value in ((own.index, task.index), (own.magnitude, task.magnitude)):
-            assert not torch.equal(state, value)
-    for twin in twins[1:]:
-        assert torch.equal(twin.param, twins[0].param)
+    results, backend = [], Kernels(emulator, torch.device("cpu"), 1, SMALL)
+    for run in (backend, reference):
+        task, param, v = momentum(case)
+        step = BlockStep(param, task, v, ADAM)
+        run.block_step([step])
+        owner = task if hasattr(task, name) else step
+        before = getattr(owner, name)
+        kept = before.clone()
+        setattr(owner, name, change(before))
+        run.block_step([step])
+        assert torch.equal(before, kept), "what was replaced is left alone"
+        results.append([step.param, step.v, task.magnitude])
+        assert task.index.float().std() > 1
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-6)
 
 
-def _fields() -> tuple[float, ...]:
-    return ADAM.lr, ADAM.weight_decay, ADAM.eps, ADAM.beta1, ADAM.beta2, ADAM.step
+def test_plans_are_repeated_and_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    plan = launch.Launch.operation
+
+    def counted(self: Any, kernel: str, *rest: Any) -> Any:
+        made.append(kernel)
+        return plan(self, kernel, *rest)
+
+    monkeypatch.setattr(launch.Launch, "operation", counted)
+    monkeypatch.setattr(launch, "REMEMBERED", 3)
+    through_kernels(monkeypatch, emulator)
+    run = Run(lambda p, lr: Gefen(p, lr), SHAPES, torch.float32)
+    run.steps(4, run.optimizer.step)
+    assert made == ["block_step", "factored_step"]
+    assert len(launch._plans[emulator]) <= 3
 
 
 def test_graphs_record_launches(emulator: Emulator) -> None:

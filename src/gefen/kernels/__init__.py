@@ -84,6 +84,8 @@ def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bo
 
 def _by_device(tasks: Sequence[Task]) -> dict[torch.device, list[Task]]:
     numbers = [task.momentum.grad.get_device() for task in tasks]
+    if len(set(numbers)) == 1:
+        return {tasks[0].momentum.grad.device: list(tasks)}
     parts: dict[int, list[Task]] = {}
     for number, task in zip(numbers, tasks, strict=True):
         parts.setdefault(number, []).append(task)

@@ -127,10 +127,16 @@ class Kernels:
         self, tasks: Sequence[T], fallback: Callable[[Sequence[T]], None]
     ) -> Iterator[tuple[Quantizer, list[T]]]:
         """Tasks by codebook; those that kernels cannot serve go to the fallback."""
-        targets, grads = _targets(tasks), [task.momentum.grad for task in tasks]
-        dtypes = zip(map(_DTYPE, targets), map(_DTYPE, grads), strict=True)
-        sizes = map(Tensor.numel, targets)
+        targets: list[Tensor] = _targets(tasks)
+        grads: list[Tensor] = [task.momentum.grad for task in tasks]
         kinds = packing.KINDS
+        quantizers = {id(task.momentum.quantizer) for task in tasks}
+        dtypes_seen = {*map(_DTYPE, targets), *map(_DTYPE, grads)}
+        if len(quantizers) == 1 and dtypes_seen <= kinds.keys() and all(map(_SIZE, targets)):
+            yield tasks[0].momentum.quantizer, list(tasks)
+            return
+        dtypes = zip(map(_DTYPE, targets), map(_DTYPE, grads), strict=True)
+        sizes = map(_SIZE, targets)
         parts: dict[Quantizer, list[T]] = {}
         for task, (dtype, other), size in zip(tasks, dtypes, sizes, strict=True):
             if dtype not in kinds or other not in kinds:
@@ -217,7 +223,8 @@ def _forms(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
     return list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
 
 
-_DTYPE, _SHAPE, _STRIDE = attrgetter("dtype"), attrgetter("shape"), Tensor.stride
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_STRIDE, _SIZE = Tensor.stride, Tensor.numel
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Numbers:

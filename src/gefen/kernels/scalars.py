@@ -52,10 +52,11 @@ class Adams(Momenta):
     def __init__(self, tasks: Sequence[BlockStep | FactoredStep]) -> None:
         super().__init__(tasks)
         self._adams = [task.adam for task in tasks]
-        different = {id(adam): adam for adam in self._adams}
+        keys = list(map(id, self._adams))
+        different = dict(zip(keys, self._adams, strict=True))
         numbers = {key: number for number, key in enumerate(different)}
         self._different = list(different.values())
-        self._which = np.array([numbers[id(adam)] for adam in self._adams])
+        self._which = np.array(list(map(numbers.__getitem__, keys)))
         self._deferred = any(isinstance(adam.step, Tensor) for adam in self._different)
         self.constants = 4 * len(tasks) if self._deferred else 0
 
