@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -121,7 +121,8 @@ class Kernels:
                 entries.append(launch.task(grad, period))
         if entries:
             launch.steps("histogram", entries)
-            self._run(launch.plan(entries, 0), launch.lying(grads), 0, counts.data_ptr(), None)
+            views = {"grad": launch.lying(grads)}
+            self._run(launch.plan(entries, 0), views, 0, counts.data_ptr(), None)
 
     def _served(
         self, tasks: Sequence[T], fallback: Callable[[Sequence[T]], None]
@@ -158,7 +159,7 @@ class Kernels:
         momenta: list[Momentum] = [task.momentum for task in tasks]
         grads, targets = [momentum.grad for momentum in momenta], _targets(tasks)
         states = [t for m in momenta for t in (m.index, m.magnitude)] + moments
-        pointers = list(map(Tensor.data_ptr, states + targets))
+        pointers = list(map(Tensor.data_ptr, states))
         key = kernel, self._geometry, self._arena, self._device, pointers[0]
         form = pointers, [m.period for m in momenta], nesterov, _forms(grads), _forms(targets)
         plans = _plans.setdefault(self._driver, OrderedDict())
@@ -168,9 +169,9 @@ class Kernels:
         if plan is None or known != form:
             launch = Launch(self._geometry, self._arena)
             plan = launch.operation(kernel, tasks, nesterov, values.constants)
-            grads = launch.lying(grads)
-        book = packing.codebook(quantizer)
-        self._run(plan, grads, book.data_ptr(), 0, values)
+            grads, targets = launch.lying(grads), launch.lying(targets)
+        book, views = packing.codebook(quantizer), {"grad": grads, "param": targets}
+        self._run(plan, views, book.data_ptr(), 0, values)
         # Of kernels, autograd notices nothing by itself.
         torch.autograd.graph.increment_version(targets)
         if launch is None or not launch.copied:
@@ -181,9 +182,14 @@ class Kernels:
             plans.popitem(last=False)
 
     def _run(
-        self, plan: Plan, grads: Sequence[Tensor], book: int, counts: int, values: Scalars | None
+        self,
+        plan: Plan,
+        views: Mapping[str, Sequence[Tensor]],
+        book: int,
+        counts: int,
+        values: Scalars | None,
     ) -> None:
-        plan.place(_addresses(grads), book, counts)
+        plan.place({name: _addresses(lying) for name, lying in views.items()}, book, counts)
         if values is not None:
             plan.write(values.columns(plan.flags))
             values.write_constants(plan.constants)
@@ -245,7 +251,7 @@ class Launch:
     @property
     def copied(self) -> bool:
         """Whether tensors had to be copied, so that the plan holds for this once."""
-        return bool(self._lying or self._copies)
+        return bool(self._lying)
 
     def read(self, tensor: Tensor) -> packing.View:
         """Where a tensor lies that is only read; a copy of it if it has many strides."""
@@ -256,14 +262,14 @@ class Launch:
         return found
 
     def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that were read, or the copies of them."""
+        """Tensors that were looked at, or the copies of them."""
         return [self._lying.get(id(tensor), tensor) for tensor in tensors]
 
     def edited(self, tensor: Tensor) -> packing.View:
         """Where a tensor lies that is changed in place."""
         found = packing.view(tensor)
         if found is None:
-            copy = tensor.contiguous()
+            copy = self._lying[id(tensor)] = tensor.contiguous()
             self._copies.append((tensor, copy))
             return self.edited(copy)
         return found

@@ -96,13 +96,14 @@ class Plan:
         used = {name: places for name, places in scratch.items() if places.any()}
         return Part(kernel, np.asarray(tasks), int(ends[-1]), start // WORD, header, rows, used)
 
-    def place(self, grads: Numbers, book: int, counts: int) -> None:
-        """Point to gradients, to the codebook and to the histogram's counts."""
+    def place(self, views: Mapping[str, Numbers], book: int, counts: int) -> None:
+        """Point to tensors by the fields' names, to the codebook and to the histogram's counts."""
         for part in self.parts:
             part.header["codebook"], part.header["counts"] = book, counts
-            view = part.rows["grad"]
-            view["data"] = data = grads[part.tasks]
-            view["aligned"] = (view["inner"] == 0) & (data % (2 * WIDTH) == 0)
+            for name in views.keys() & set(part.rows.dtype.names or ()):
+                view = part.rows[name]
+                view["data"] = data = views[name][part.tasks]
+                view["aligned"] = (view["inner"] == 0) & (data % (2 * WIDTH) == 0)
 
     def write(self, columns: Mapping[str, Numbers]) -> None:
         """Set fields, one value for each task, in all tables that have them."""
