@@ -21,21 +21,18 @@ if TYPE_CHECKING:
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 
-_OF_EACH: tuple[Any, ...] = (
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    attrgetter("is_leaf"),
-    Tensor.stride,
-    Tensor.get_device,
-)
+_LOOKS: tuple[Any, ...] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
 
 
-def forms(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
-    """How plain dense tensors look and, last, their addresses; None if others are among them."""
+def forms(tensors: Sequence[Tensor], *more: Any) -> list[list[Any]] | None:
+    """How plain dense tensors look and, last, their addresses; None if others are among them.
+
+    more: functions of a tensor that say more of how it looks.
+    """
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
     try:
-        found = [list(map(of, tensors)) for of in _OF_EACH]
+        found = [list(map(of, tensors)) for of in (*_LOOKS, *more)]
         found.append(list(map(Tensor.data_ptr, tensors)))
     except RuntimeError:  # sparse or nested
         return None
@@ -62,9 +59,11 @@ class Steady:
         self._values = self._read()
         # The shared ones once.
         state = {id(value): value for value in self._values if isinstance(value, Tensor)}
-        self._tensors = [work.param for work in works] + list(state.values())
-        self._forms = forms(self._tensors)
-        self._grads = forms([work.grad for work in works])
+        self._state = list(state.values())
+        self._params = [work.param for work in works]
+        # Who lies where another lay, lies on the same device.
+        self._forms = forms(self._params, _IS_LEAF), forms(self._state)
+        self._grads = forms([work.grad for work in works], Tensor.get_device)
         self.forget()
 
     def forget(self) -> None:
@@ -76,15 +75,17 @@ class Steady:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Entry]
     ) -> list[Work] | None:
         """The works, with the gradients that there are now; None where anything has changed."""
-        if self._forms is None or self._grads is None or not self._same_groups(groups):
+        if None in (*self._forms, self._grads) or not self._same_groups(groups):
             return None
         params = [param for group in groups for param in group["params"]]
         grads = [param.grad for param in params]
         if [grad is None for grad in grads] != self._absent or not self._same_state(state):
             return None
         present = [grad for grad in grads if grad is not None]
-        looks = forms(present)
-        if looks is None or looks[:-1] != self._grads[:-1] or forms(self._tensors) != self._forms:
+        looks = forms(present, Tensor.get_device)
+        if looks is None or self._grads is None or looks[:-1] != self._grads[:-1]:
+            return None
+        if (forms(self._params, _IS_LEAF), forms(self._state)) != self._forms:
             return None
         for work, grad in zip(self.works, present, strict=True):
             work.grad = grad
@@ -120,6 +121,8 @@ class Steady:
         read = (reader(entry) for reader, entry in zip(self._readers, self._entries, strict=True))
         return list(chain.from_iterable(read))
 
+
+_IS_LEAF = attrgetter("is_leaf")
 
 _NO_GRAD = torch.empty(0)
 

@@ -161,7 +161,8 @@ class Kernels:
         states = [t for m in momenta for t in (m.index, m.magnitude)] + moments
         pointers = list(map(Tensor.data_ptr, states))
         key = kernel, self._geometry, self._arena, self._device, pointers[0]
-        form = pointers, [m.period for m in momenta], nesterov, _forms(grads), _forms(targets)
+        periods = [m.period for m in momenta]
+        form = pointers, periods, nesterov, _forms(grads), _forms(targets), values.constants
         plans = _plans.setdefault(self._driver, OrderedDict())
         # Taken out while in use: another thread makes its own.
         known, plan = plans.pop(key, (None, None))

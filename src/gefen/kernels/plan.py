@@ -34,7 +34,7 @@ class Part:
     """One launch: views of its table in the plan's memory."""
 
     kernel: str
-    tasks: Numbers
+    tasks: Numbers | slice
     """Positions among the operation's tasks of those that it works on."""
     items: int
     start: int
@@ -94,7 +94,9 @@ class Plan:
         rows[:] = np.array([entry.fields() for entry in entries], dtype=dtype)
         scratch = {name: rows[name].copy() for name in _SCRATCH if name in (dtype.names or ())}
         used = {name: places for name, places in scratch.items() if places.any()}
-        return Part(kernel, np.asarray(tasks), int(ends[-1]), start // WORD, header, rows, used)
+        every = count == len(self.flags)
+        positions = slice(None) if every else np.asarray(tasks)
+        return Part(kernel, positions, int(ends[-1]), start // WORD, header, rows, used)
 
     def place(self, views: Mapping[str, Numbers], book: int, counts: int) -> None:
         """Point to tensors by the fields' names, to the codebook and to the histogram's counts."""

@@ -98,7 +98,7 @@ class Adams(Momenta):
         beta1, beta2, weight_decay, number = constants
         rates = [_filled(rate, memory.device) for rate in self._rates()]
         lr = rates[0] if len(rates) == 1 else torch.stack(rates)[number.long()]
-        steps = torch.stack([torch.as_tensor(adam.step) for adam in self._adams]).double()
+        steps = torch.stack([torch.as_tensor(adam.step).view(()) for adam in self._adams]).double()
         correction2 = 1 - beta2**steps
         return {
             **found,
