@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,6 +165,22 @@ def test_a_plan_follows_its_tensors(emulator: Emulator, name: str, change: Any) 
         assert task.index.float().std() > 1
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-6)
+
+
+def test_another_kind_of_count_in_the_same_memory(emulator: Emulator) -> None:
+    """As of an optimizer with capturable that is made when one without is gone."""
+    case = Case(3, 64, *DTYPES[:2], "contiguous", "contiguous", "normal", False, 1)
+    task, param, v = momentum(case)
+    results, backend = [], Kernels(emulator, torch.device("cpu"), 1, SMALL)
+    for step in (3, torch.tensor(3.0), 3, torch.tensor([3.0])):
+        own = [tensor.clone() for tensor in (param, task.index, task.magnitude, v)]
+        backend.block_step([BlockStep(param, task, v, replace(ADAM, step=step))])
+        results.append(param.clone())
+        for tensor, value in zip((param, task.index, task.magnitude, v), own, strict=True):
+            tensor.copy_(value)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=2e-2, atol=1e-6)
+    assert not torch.equal(results[0], param)
 
 
 def test_plans_are_repeated_and_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
