@@ -3,7 +3,8 @@
 Each takes lists, one item for each parameter, on one device, and returns nothing; what it changes
 is marked in its schema. Learning rate and step counts are tensors that the host does not read, so
 a compiled function need not be compiled anew for other values. Parameters must not require
-gradients, or the call be made under ``torch.no_grad()``.
+gradients, or the call be made under ``torch.no_grad()``. Arguments that do not fit together are
+refused with :class:`~gefen.errors.InvalidArgumentError`, and nothing is changed.
 
 The optimizers call :mod:`gefen.kernels` directly: one launch of theirs takes parameters of all
 groups and counts, whose scalars the host knows, where an operation takes those of one group.
@@ -20,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gefen import kernels
 from gefen.codebook import Quantizer
+from gefen.hyperparameters import decay_rate
+from gefen.kernels import arguments
 from gefen.kernels.tasks import Adam, BlockStep, DenseMomentum, FactoredStep, Momentum
 
 _library = torch.library.Library("gefen", "DEF")  # type: ignore[no-untyped-call]
@@ -51,6 +54,8 @@ def momentum_update(
     the random numbers of stochastic rounding; None rounds to the nearest.
     """
     momenta = _momenta(index, magnitude, grad, period, codebook, beta, seed, number, out)
+    arguments.check_targets("out", out, grad, contiguous=True)
+    decay_rate("beta", beta)
     tasks = [DenseMomentum(m, nesterov, o) for m, o in zip(momenta, out, strict=True)]
     kernels.momentum_update(tasks, fused)
 
@@ -79,6 +84,10 @@ def block_step(
     ``step``, which counts this one, have one element. ``seed`` as in :func:`momentum_update`.
     """
     momenta = _momenta(index, magnitude, grad, period, codebook, beta1, seed, number, param)
+    arguments.check_targets("param", param, grad)
+    arguments.check_moments("v", v, magnitude)
+    rates = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2}
+    arguments.check_adam(lr, step, param, **rates)
     adams = [Adam(lr, weight_decay, eps, beta1, beta2, count) for count in step]
     columns = zip(param, momenta, v, adams, strict=True)
     kernels.block_step([BlockStep(*task) for task in columns], fused)
@@ -105,6 +114,10 @@ def factored_step(
 ) -> None:
     """Step matrices whose second moments are outer products; the rest as in block_step."""
     momenta = _momenta(index, magnitude, grad, period, codebook, beta1, seed, number, param)
+    arguments.check_targets("param", param, grad)
+    arguments.check_factors(row, column, param)
+    rates = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2}
+    arguments.check_adam(lr, step, param, **rates)
     adams = [Adam(lr, weight_decay, eps, beta1, beta2, count) for count in step]
     columns = zip(param, momenta, row, column, adams, strict=True)
     kernels.factored_step([FactoredStep(*task) for task in columns], fused)
@@ -114,6 +127,8 @@ def histogram(
     grad: Sequence[Tensor], period: Sequence[int], counts: Tensor, fused: bool = True
 ) -> None:
     """Add normalised gradients to ``counts``, int64 [4096], to learn a codebook from."""
+    arguments.check_counts(counts)
+    arguments.check_gradients(grad, period, counts.device)
     kernels.histogram(list(zip(grad, period, strict=True)), counts, fused)
 
 
@@ -140,6 +155,8 @@ def _momenta(
     number: Sequence[int],
     target: Sequence[Tensor],
 ) -> list[Momentum]:
+    arguments.check_momenta(codebook, index, magnitude, grad, period)
+    arguments.check_seed(seed, number, grad)
     quantizer = _quantizer(codebook)
     seeds = [None] * len(grad) if seed is None else [(seed, n) for n in number]
     dtypes = [torch.float64 if t.dtype == torch.float64 else torch.float32 for t in target]
