@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import gradients, train
 
-from gefen import Gefen, GefenMuon
+from gefen import Gefen, GefenMuon, GefenMuonHybrid
 from gefen.errors import GefenError
 
 SHAPES = ((8, 16), (24,), (4, 4))
@@ -148,6 +149,41 @@ def test_gradients_are_not_kept_alive() -> None:
         param.grad = None
         gc.collect()
         assert kept() is None
+
+
+@pytest.mark.parametrize("half", ["backup", "muon"])
+def test_a_failing_step_keeps_no_gradients(half: str) -> None:
+    matrix, vector = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+    optimizer = GefenMuonHybrid([("matrix", matrix)], [("vector", vector)], lr=0.1)
+    for _ in range(2):
+        matrix.grad, vector.grad = torch.randn(8, 8), torch.randn(8)
+        optimizer.step()
+    good, bad = (matrix, vector) if half == "backup" else (vector, matrix)
+    good.grad, bad.grad = torch.randn_like(good), torch.randn_like(bad).to_sparse()
+    kept = weakref.ref(good.grad)
+    with pytest.raises(GefenError, match="sparse"):
+        optimizer.step()
+    good.grad = None
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_state_that_is_moved_away_is_freed(whole: bool) -> None:
+    param = nn.Parameter(torch.randn(8, 8))
+    optimizer = Gefen([param])
+    train(optimizer, param, gradients((8, 8), 3))
+    entry = optimizer.state[param]
+    kept = {key: weakref.ref(value) for key, value in entry.items() if key.startswith(("i", "v"))}
+    assert len(kept) == 3
+    for key in kept:
+        entry[key] = entry[key].clone()
+    if whole:
+        optimizer.state.clear()
+        kept |= {"magnitude": weakref.ref(entry["magnitude"])}
+        del entry
+    gc.collect()
+    assert [key for key, value in kept.items() if value() is not None] == []
 
 
 def test_steps_do_repeat() -> None:

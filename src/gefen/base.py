@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -390,6 +391,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self._spare = {}
         self._steady = None
 
+    def _ended(self) -> None:
+        self._steady = None
+
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return checked(settings, {**self.checks, "lr": current_rate})
 
@@ -423,7 +427,7 @@ def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None)
 def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
     forbid_inference("step()")
     halves: Sequence[Any] = optimizer._halves()
-    with forgotten_on_failure(optimizer):
+    with forgotten_on_failure(optimizer), _ended_on_failure(halves):
         agreement = optimizer._agreement()
         if capture.under_way():
             capture.check(halves, agreement)
@@ -435,6 +439,17 @@ def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None
         for half, plan in zip(halves, plans, strict=True):
             half._commit(plan)
         return loss
+
+
+@contextmanager
+def _ended_on_failure(halves: Sequence[Half]) -> Iterator[None]:
+    """Let go of what a step that fails has begun with, its gradients among it."""
+    try:
+        yield
+    except BaseException:
+        for half in halves:
+            half._ended()
+        raise
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:

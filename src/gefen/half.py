@@ -58,6 +58,9 @@ class Half:
     def _loaded(self) -> None:
         """Forget what belonged to the state before a load."""
 
+    def _ended(self) -> None:
+        """Forget what a step that failed had begun with."""
+
     def _sharded_mode(self, slot: Slot) -> str:
         """How ranks step a parameter that they share."""
         return "local"

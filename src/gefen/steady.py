@@ -53,23 +53,27 @@ class Steady:
         self._groups = [(group, *_registered(group)) for group in groups]
         self._absent = [param.grad is None for group in groups for param in group["params"]]
         self._chosen = [[group[key] for key in deciding] for group in groups]
-        self._entries = [work.entry for work in works]
-        self._sizes = list(map(len, self._entries))
-        self._readers = [_reader(entry) for entry in self._entries]
-        self._values = self._read()
+        entries = [work.entry for work in works]
+        self._sizes = list(map(len, entries))
+        self._readers = [_reader(entry) for entry in entries]
+        values = self._read(entries)
+        # Of the state only what is no tensor is held, so that code which moves state elsewhere
+        # frees its memory. A tensor that has got the name and the looks of one is as good.
+        self._ids = list(map(id, values))
+        self._numbers = [value for value in values if not isinstance(value, Tensor)]
         # The shared ones once.
-        state = {id(value): value for value in self._values if isinstance(value, Tensor)}
-        self._state = list(state.values())
+        tensors = {id(value): i for i, value in enumerate(values) if isinstance(value, Tensor)}
+        self._places = list(tensors.values())
         self._params = [work.param for work in works]
         # Who lies where another lay, lies on the same device.
-        self._forms = forms(self._params, _IS_LEAF), forms(self._state)
+        self._forms = forms(self._params, _IS_LEAF), self._state_forms(values)
         self._grads = forms([work.grad for work in works], Tensor.get_device)
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the gradients."""
+        """Let go of gradients and state."""
         for work in self.works:
-            work.grad = _NO_GRAD
+            work.grad, work.entry = _NO_GRAD, {}
 
     def revive(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Entry]
@@ -79,16 +83,19 @@ class Steady:
             return None
         params = [param for group in groups for param in group["params"]]
         grads = [param.grad for param in params]
-        if [grad is None for grad in grads] != self._absent or not self._same_state(state):
+        if [grad is None for grad in grads] != self._absent:
+            return None
+        entries = [state.get(work.slot.param) or {} for work in self.works]
+        if not self._same_state(entries):
             return None
         present = [grad for grad in grads if grad is not None]
         looks = forms(present, Tensor.get_device)
         if looks is None or self._grads is None or looks[:-1] != self._grads[:-1]:
             return None
-        if (forms(self._params, _IS_LEAF), forms(self._state)) != self._forms:
+        if forms(self._params, _IS_LEAF) != self._forms[0]:
             return None
-        for work, grad in zip(self.works, present, strict=True):
-            work.grad = grad
+        for work, grad, entry in zip(self.works, present, entries, strict=True):
+            work.grad, work.entry = grad, entry
         return self.works
 
     def _same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -105,20 +112,22 @@ class Steady:
             )
         )
 
-    def _same_state(self, state: Mapping[Tensor, Entry]) -> bool:
-        entries = [state.get(work.slot.param) for work in self.works]
-        if not all(map(is_, entries, self._entries)):
-            return False
-        if list(map(len, self._entries)) != self._sizes:
+    def _same_state(self, entries: Sequence[Entry]) -> bool:
+        if list(map(len, entries)) != self._sizes:
             return False
         try:
-            values = self._read()
+            values = self._read(entries)
         except KeyError:
             return False
-        return all(map(is_, values, self._values)) and _counted(self._entries)
+        if list(map(id, values)) != self._ids or not _counted(entries):
+            return False
+        return self._state_forms(values) == self._forms[1]
 
-    def _read(self) -> list[Any]:
-        read = (reader(entry) for reader, entry in zip(self._readers, self._entries, strict=True))
+    def _state_forms(self, values: Sequence[Any]) -> list[list[Any]] | None:
+        return forms([values[place] for place in self._places])
+
+    def _read(self, entries: Sequence[Entry]) -> list[Any]:
+        read = (reader(entry) for reader, entry in zip(self._readers, entries, strict=True))
         return list(chain.from_iterable(read))
 
 
