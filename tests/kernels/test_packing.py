@@ -72,14 +72,13 @@ def test_views() -> None:
 
 
 def nearest(book: bytes, x: float) -> int:
-    """What Codebook::nearest does, in single precision."""
+    """What Codebook::nearest does."""
     thresholds = struct.unpack(f"<{SIZE}f", book[4 * SIZE : 8 * SIZE])
     bounds = book[8 * SIZE : 8 * SIZE + 2 * packing.SECTORS]
-    at = torch.tensor(x) * (packing.SECTORS / 2) + packing.SECTORS / 2
-    at = int(at.clamp(0, packing.SECTORS - 1))
-    low, high = bounds[2 * at], bounds[2 * at + 1]
-    assert low <= high
-    return low + sum(x > threshold for threshold in thresholds[low:high])
+    half = packing.SECTORS // 2
+    at = half + round(x * (half - 1))
+    low, count = bounds[2 * at], bounds[2 * at + 1]
+    return low + sum(x > threshold for threshold in thresholds[low : low + count])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,9 @@ def nearest(book: bytes, x: float) -> int:
 def test_codebook(entries: Tensor) -> None:
     quantizer = Quantizer(entries)
     book = bytes(packing.codebook(quantizer).tolist())
-    xs = torch.cat([entries, quantizer.thresholds.clamp(-2, 2), torch.linspace(-1.5, 1.5, 301)])
+    thresholds = quantizer.thresholds.clamp(-1, 1)
+    above = torch.nextafter(thresholds, torch.tensor(2.0)).clamp(max=1)
+    xs = torch.cat([entries, thresholds, above, torch.linspace(-1, 1, 9001)])
     expected = quantizer.encode(xs).tolist()
     assert [nearest(book, x) for x in xs.tolist()] == expected
     assert packing.codebook(quantizer) is packing.codebook(quantizer)

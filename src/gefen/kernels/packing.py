@@ -16,7 +16,7 @@ from gefen.codebook import SIZE, Quantizer
 WIDTH = 8
 """Elements of a vector, as in vector.cuh."""
 
-SECTORS = 2048
+SECTORS = 4096
 """Cells of the codebook's index, as in quantise.cuh."""
 
 PANEL = 128
@@ -207,11 +207,14 @@ def _codebook(quantizer: Quantizer) -> Tensor:
     entries, device = quantizer.codebook, quantizer.codebook.device
     padding = torch.full((1,), torch.inf, dtype=torch.float32, device=device)
     thresholds = torch.cat([quantizer.thresholds, padding])
-    home = (thresholds * (SECTORS / 2) + SECTORS / 2).clamp_(0, SECTORS - 1).int()[: SIZE - 1]
+    # As the kernels find a number's sector: one product, rounded once. No number is above infinity.
+    reach = SECTORS // 2 - 1
+    home = (thresholds.double() * reach).round_().clamp_(-reach, reach).int() + SECTORS // 2
+    home = home.masked_fill_(thresholds.isinf(), SECTORS)[: SIZE - 1].contiguous()
     sectors = torch.arange(SECTORS, dtype=torch.int32, device=device)
     low = torch.searchsorted(home, sectors)
-    high = torch.searchsorted(home, sectors, right=True)
-    bounds = torch.stack([low, high], dim=1).to(torch.uint8)
+    count = torch.searchsorted(home, sectors, right=True) - low
+    bounds = torch.stack([low, count], dim=1).to(torch.uint8)
     following = torch.searchsorted(entries, entries, right=True).clamp_(max=SIZE - 1)
     parts = (
         entries.view(torch.uint8),

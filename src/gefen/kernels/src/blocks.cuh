@@ -8,14 +8,15 @@
 //
 // An operation Op says what is made of the elements:
 //   Memory: what it keeps in shared memory.
-//   STAGES: whether it keeps tiles there.
+//   STAGES: whether it keeps the elements of tiles there.
 //   quantised(task): whether the elements are a quantised momentum mixed with the gradient,
 //     rather than the gradient itself.
 //   settle(task, old moments, peak, new moments): what its block's elements need to know.
-//   apply(walk, place, split, values, gradient): the rest.
+//   apply<PLAIN>(walk, place, split, values): the rest.
 //
-// There is one copy of each part, for all lengths of blocks and kinds of numbers: each kernel is
-// compiled for many architectures, on the user's machine too.
+// There are two copies of each part: PLAIN for tensors of whole vectors that are aligned and lie
+// in one block each, as nearly all do; and one for all others, of any length and kind. Each kernel
+// is compiled for many architectures, on the user's machine too.
 #pragma once
 
 #include "quantise.cuh"
@@ -26,44 +27,42 @@
 static_assert(1 << LOG_WARP == WARP);
 
 // What a block's elements need to know.
-struct Outcome {
+struct alignas(16) Outcome {
     float old;  // magnitude before
     float top;  // and after
     float step;
-};
-
-// A vector's gradient and indices.
-struct Source {
-    Packed grad;
-    Bytes index;
+    float inverse;  // inverse_of(top)
 };
 
 template <bool STAGES>
 struct Stage {
     uint4 low[TILE_VECTORS], high[TILE_VECTORS];
-    uint2 index[TILE_VECTORS];
 
-    __device__ bool holds(int vector) const { return vector < TILE_VECTORS; }
-
-    __device__ void put(int vector, const Source& source) {
-        low[vector] = source.grad.get(0);
-        high[vector] = source.grad.get(4);
-        index[vector] = make_uint2(source.index.low, source.index.high);
+    __device__ void put(int vector, const float (&values)[WIDTH]) {
+        Packed packed;
+        packed.pack(FLOAT32, values);
+        low[vector] = packed.get(0);
+        high[vector] = packed.get(4);
     }
 
-    __device__ void get(int vector, Source& source) const {
-        source.grad.put(0, low[vector]);
-        source.grad.put(4, high[vector]);
-        source.index = {index[vector].x, index[vector].y};
+    __device__ void get(int vector, float (&values)[WIDTH]) const {
+        Packed packed;
+        packed.put(0, low[vector]);
+        packed.put(4, high[vector]);
+        packed.unpack(FLOAT32, values);
     }
 };
 
 template <>
 struct Stage<false> {
-    __device__ bool holds(int) const { return false; }
-    __device__ void put(int, const Source&) {}
-    __device__ void get(int, Source&) const {}
+    __device__ void put(int, const float (&)[WIDTH]) {}
+    __device__ void get(int, float (&)[WIDTH]) const {}
 };
+
+__device__ inline void fill(float value, float (&out)[WIDTH]) {
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) out[j] = value;
+}
 
 // What a thread knows of a block's peak.
 struct Part {
@@ -74,15 +73,23 @@ struct Part {
 template <class Op>
 struct Shared {
     Task task;
-    Codebook codebook;
-    Stage<Op::STAGES> stage;
-    typename Op::Memory memory;
+    unsigned number, first, end;  // of the task, and of its items
+    union {
+        Codebook codebook;
+        typename Op::Memory memory;  // of those without one
+    };
     union {
         Peak cells[2 * TILE_VECTORS];
         Part parts[THREADS];  // of items that do not fit in a tile
     };
     Peak warps[THREADS / WARP];
-    Outcome outcomes[2 * TILE_VECTORS];
+    union {
+        Outcome outcomes[2 * TILE_VECTORS];  // so many of blocks that are shorter than a vector
+        struct {
+            Outcome few[TILE_VECTORS + 1];  // so many of others
+            Stage<Op::STAGES> stage;  // of others
+        };
+    };
 };
 
 __device__ inline Peak joined(Peak a, Peak b) {
@@ -129,20 +136,39 @@ struct Walk {
     int lead, size;  // from there, its elements are those from `lead` up to `size`
     bool fits;  // it is a run of whole blocks in a tile
     bool shorts;  // of blocks that are shorter than a vector
+    bool keeps;  // it keeps what it reads, as far as there is room
+    unsigned share;  // 2^32 / period, rounded up, where it fits; 0 for a period of 1
 
-    __device__ Walk(Shared<Op>& shared, long long item) : shared(shared), task(shared.task) {
+    __device__ Walk(Shared<Op>& shared, unsigned item) : shared(shared), task(shared.task) {
         const bool cut = task.chunks > 1;
+        fits = !cut && task.span <= TILE;
+        shorts = task.period < WIDTH;
+        keeps = Op::STAGES && !cut && !shorts;
+        // A single division of 32 bits: those of 64 bits take as long as a vector.
+        const unsigned ratio = (cut ? item : ~0u) / (unsigned)(cut ? task.chunks : task.period);
+        share = ratio + 1;
         long long start = item * task.span, end = task.n;
-        first = (cut ? item : start) / (cut ? task.chunks : task.period);
         if (cut) {
-            start = first * task.period + (item - first * task.chunks) * task.span;
+            first = ratio;
+            start = first * task.period + (item - ratio * (unsigned)task.chunks) * task.span;
             end = (first + 1) * task.period;
+        } else {
+            first = fits ? (long long)item * blocks_of((unsigned)task.span) : item;
         }
         lead = (int)(start % WIDTH);
         base = start - lead;
         size = (int)((end - start < task.span ? end - start : task.span) + lead);
-        fits = !cut && task.span <= TILE;
-        shorts = task.period < WIDTH;
+    }
+
+    // Whole blocks in so many elements of a tile: exact, as both are at most TILE.
+    __device__ unsigned blocks_of(unsigned elements) const {
+        return share ? (unsigned)((unsigned long long)elements * share >> 32) : elements;
+    }
+
+    // Whether all of its tensors' vectors are whole, aligned and in one block each.
+    __device__ bool plain() const {
+        return task.period % WIDTH == 0 && task.grad.aligned && !(task.flags & STOCHASTIC) &&
+               (!task.index || task.flags & ALIGNED) && (!task.param.data || task.param.aligned);
     }
 
     // Whether it is the one of a block's chunks that keeps the block's state.
@@ -152,45 +178,85 @@ struct Walk {
         if (shorts && task.magnitude) {
 #pragma unroll 1
             for (int i = threadIdx.x; i < size; i += THREADS) {
-                const int number = (int)((unsigned)i / (unsigned)task.period);
-                shared.outcomes[i].old = task.magnitude[first + number];
+                shared.outcomes[i].old = task.magnitude[first + blocks_of(i)];
             }
             __syncthreads();
         }
+        clear();
+        const bool easy = Op::PLAIN && plain();
         // A loop, since the code would be twice as long otherwise.
 #pragma unroll 1
         for (int settled = task.chunks > 1; settled < 2; ++settled) {
             if (settled) settle();
-            pass(settled);
+            int next = threadIdx.x;
+            if (easy) next = pass<Op::PLAIN>(settled, next);
+            pass<false>(settled, next);
         }
+    }
+
+    __device__ void clear() {
+        if (!fits) shared.parts[threadIdx.x] = {0.0, 0};
     }
 
     // Go through the vectors. Until blocks are settled, leave the peaks in the cells if the item
     // fits in a tile, or else this thread's part of the peak; then apply the operation.
-    __device__ void pass(bool settled) {
-        if (!fits && !settled) shared.parts[threadIdx.x] = {0.0, 0};
+    // The first vector from `from` on that is not done: a PLAIN one stops where it must.
+    template <bool PLAIN>
+    __device__ int pass(bool settled, int from) {
         const int count = (size + WIDTH - 1) / WIDTH;
+        int i = from;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const Place place(base, lead, size, i);
-            Source source;
-            read(i, place, settled, source);
-            const Split split = split_of(i);
-            float grad[WIDTH], value[WIDTH];
-            source.grad.unpack(task.grad.kind, grad);
-            blend(source.index, place, split, settled, grad, value);
-            if (settled) {
-                Op::apply(*this, place, split, value, source.grad);
-                continue;
-            }
-            const Peak head = peak_of(grad, value, 0, split.cut);
-            if (fits) {
-                leave(i, split.cut, head, grad, value);
+        for (; i < count; i += THREADS) {
+            const Place place = PLAIN ? Place(base + i * WIDTH) : Place(base, lead, size, i);
+            const Split split = split_of<PLAIN>(i);
+            const bool staged = keeps && i < TILE_VECTORS;
+            float value[WIDTH];
+            if (settled && staged) {
+                shared.stage.get(i, value);
             } else {
-                Part& part = shared.parts[threadIdx.x];
-                if (head.top > part.top) part.top = head.top;
-                part.total += head.total;
+                float grad[WIDTH];
+                read<PLAIN>(place, split, settled, grad, value);
+                if (!settled) {
+                    if (staged) shared.stage.put(i, value);
+                    keep<PLAIN>(i, split.cut, grad, value);
+                    continue;
+                }
             }
+            if (!Op::template apply<PLAIN>(*this, place, split, value)) break;
+        }
+        return i;
+    }
+
+    // Leave a vector's part of the peaks; overwrites the elements.
+    template <bool PLAIN>
+    __device__ void keep(int vector, int cut, float (&grad)[WIDTH], float (&value)[WIDTH]) {
+        Peak head = {0, 0.0f}, tail = {0, 0.0f};
+        if (PLAIN) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) head = joined(head, peak_of(grad[j], value[j]));
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < WIDTH; ++j) {
+                const Peak own = peak_of(grad[0], value[0]);
+                if (shorts) shared.cells[vector * WIDTH + j] = own;
+                if (j < cut) {
+                    head = joined(head, own);
+                } else {
+                    tail = joined(tail, own);
+                }
+                turn(grad, 0.0f);
+                turn(value, 0.0f);
+            }
+        }
+        if (fits) {
+            // As many cells as a vector can touch blocks, so that those of a block follow each other.
+            if (!PLAIN && shorts) return;
+            shared.cells[vector * 2] = head;
+            shared.cells[vector * 2 + 1] = tail;
+        } else {
+            Part& part = shared.parts[threadIdx.x];
+            if (head.top > part.top) part.top = head.top;
+            part.total += head.total;
         }
     }
 
@@ -199,26 +265,26 @@ struct Walk {
         return {part.top, (float)part.total};
     }
 
-    // A vector as it is in memory, or as it was read before.
-    __device__ void read(int vector, const Place& place, bool settled, Source& source) {
-        const bool staged = task.chunks == 1 && shared.stage.holds(vector);
-        if (staged && settled) {
-            shared.stage.get(vector, source);
-            return;
-        }
-        source.grad.load(task.grad, place);
-        source.index = {0, 0};
-        if (Op::quantised(task)) source.index.load(task.index, place, task.flags & ALIGNED);
-        if (staged) shared.stage.put(vector, source);
+    // A vector's gradient, and the value that it advances.
+    template <bool PLAIN>
+    __device__ void read(const Place& place, const Split& split, bool settled,
+                         float (&grad)[WIDTH], float (&value)[WIDTH]) const {
+        Packed packed;
+        packed.load(task.grad, place);
+        Bytes index = {0, 0};
+        if (Op::quantised(task)) index.load(task.index, place, task.flags & ALIGNED);
+        packed.unpack(task.grad.kind, grad);
+        blend<PLAIN>(index, place, split, settled, grad, value);
     }
 
+    template <bool PLAIN>
     __device__ Split split_of(int vector) const {
         if (!fits) return {0, WIDTH};
+        if (PLAIN) return {(int)blocks_of(vector * WIDTH), WIDTH};
         const int offset = vector * WIDTH - lead;
         if (shorts) return {offset, WIDTH};
-        const unsigned period = (unsigned)task.period;
-        const int block = offset < 0 ? -1 : (int)((unsigned)offset / period);
-        const int end = (block + 1) * (int)period - offset;
+        const int block = offset < 0 ? -1 : (int)blocks_of(offset);
+        const int end = (block + 1) * (int)task.period - offset;
         return {block, end < WIDTH ? end : WIDTH};
     }
 
@@ -230,66 +296,47 @@ struct Walk {
             for (int j = 0; j < WIDTH; ++j) out[j] = from[j].*field;
         } else {
             const float second = shared.outcomes[split.block + 1].*field;
-            fill(from->*field, second, split.cut, out);
+            join(from->*field, second, split.cut, out);
         }
     }
 
-    __device__ static void fill(float first, float second, int cut, float (&out)[WIDTH]) {
+    __device__ static void join(float first, float second, int cut, float (&out)[WIDTH]) {
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) out[j] = j < cut ? first : second;
     }
 
     // The elements of a place; 0 outside of it.
+    template <bool PLAIN>
     __device__ void blend(const Bytes& index, const Place& place, const Split& split, bool settled,
                           const float (&grad)[WIDTH], float (&value)[WIDTH]) const {
         float old[WIDTH];
         if (Op::quantised(task)) {
-            if (settled || shorts) {
+            if (PLAIN) {
+                const float* from = task.magnitude + first;
+                IN_GLOBAL(from);
+                fill(settled ? shared.outcomes[split.block].old : from[split.block], old);
+            } else if (settled || shorts) {
                 spread(&Outcome::old, split, old);
             } else {
                 const float* from = task.magnitude + first;
+                IN_GLOBAL(from);
                 const float head = from[split.block < 0 ? 0 : split.block];
-                fill(head, split.cut < place.to ? from[split.block + 1] : head, split.cut, old);
+                join(head, split.cut < place.to ? from[split.block + 1] : head, split.cut, old);
             }
         }
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            value[j] = grad[j];
-            if (Op::quantised(task)) {
-                const float entry = shared.codebook.entry[index.get(j)];
-                value[j] = mixed(entry * old[j], grad[j], task.mix);
-            }
-            if (!place.holds(j)) value[j] = 0.0f;
+        for (int j = 0; j < WIDTH; ++j) value[j] = grad[j];
+        if (Op::quantised(task)) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) old[j] *= shared.codebook.entry[index.get(j)];
+            mix(old, grad, task.mix, value);
         }
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) value[j] = place.holds(j) ? value[j] : 0.0f;
     }
 
-    __device__ static Peak peak_of(const float (&grad)[WIDTH], const float (&value)[WIDTH],
-                                   int from, int to) {
-        Peak peak = {0, 0.0f};
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            if (j >= from && j < to) {
-                peak = joined(peak, {magnitude_bits(value[j]), grad[j] * grad[j]});
-            }
-        }
-        return peak;
-    }
-
-    // A vector leaves as many cells to be joined as it can touch blocks, so that the cells of a
-    // block follow each other. `head`: of the elements before `cut`.
-    __device__ void leave(int vector, int cut, const Peak& head, const float (&grad)[WIDTH],
-                          const float (&value)[WIDTH]) {
-        if (shorts) {
-#pragma unroll
-            for (int j = 0; j < WIDTH; ++j) {
-                shared.cells[vector * WIDTH + j] = peak_of(grad, value, j, j + 1);
-            }
-        } else {
-            shared.cells[vector * 2] = head;
-            Peak tail = {0, 0.0f};
-            if (cut < WIDTH) tail = peak_of(grad, value, cut, WIDTH);
-            shared.cells[vector * 2 + 1] = tail;
-        }
+    __device__ static Peak peak_of(float grad, float value) {
+        return {magnitude_bits(value), grad * grad};
     }
 
     __device__ Moments moments(long long block) const {
@@ -303,7 +350,7 @@ struct Walk {
         if (fits) {
             __syncthreads();
             const int period = (int)task.period;
-            blocks = (int)((unsigned)(size - lead) / (unsigned)period);
+            blocks = (int)blocks_of(size - lead);
             shift = 0;
             while (shift < LOG_WARP && (4 * WIDTH << shift) < period * 2) ++shift;
         } else {
@@ -349,8 +396,8 @@ struct Walk {
         const long long block = first + number;
         const bool cut = task.chunks > 1;
         Moments fresh;
-        const Outcome outcome =
-            Op::settle(task, cut ? task.before[block] : moments(block), peak, fresh);
+        Outcome outcome = Op::settle(task, cut ? task.before[block] : moments(block), peak, fresh);
+        outcome.inverse = inverse_of(outcome.top);
         const int copies = shorts ? (int)task.period : 1;
 #pragma unroll 1
         for (int i = 0; i < copies; ++i) shared.outcomes[number * copies + i] = outcome;
@@ -364,17 +411,22 @@ struct Walk {
 // the items of 4 TB, and save registers.
 template <class Op, class Act>
 __device__ void for_items(Shared<Op>& shared, const Table<Task>& table, long long items, Act act) {
-    int current = -1;
+    if (!threadIdx.x) shared.number = shared.end = 0;
     for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-        const int found = table.seek(current < 0 ? 0 : current, item);
-        if (found != current) {
-            const unsigned* from = reinterpret_cast<const unsigned*>(table.tasks + found);
+        __syncthreads();
+        if (item >= shared.end) {
+            const int current = table.seek(shared.number, item);
+            const unsigned* from = reinterpret_cast<const unsigned*>(table.tasks + current);
             unsigned* to = reinterpret_cast<unsigned*>(&shared.task);
             for (unsigned i = threadIdx.x; i < sizeof(Task) / 4; i += THREADS) to[i] = from[i];
+            if (!threadIdx.x) {
+                shared.number = current;
+                shared.first = (unsigned)table.first(current);
+                shared.end = (unsigned)table.ends[current];
+            }
             __syncthreads();
-            current = found;
         }
-        act(item - table.first(current));
+        act(item - shared.first);
     }
 }
 
@@ -386,56 +438,80 @@ __device__ inline void decay(const Task& task, float (&param)[WIDTH]) {
     round_to(task.param.kind, param);
 }
 
-// What all kernels that step a quantised momentum share: Op::write takes the entries.
+// What all kernels that step a quantised momentum share: Op::write takes the entries, and what of
+// the outcomes Op::FIELD names.
 template <class Op>
 struct Quantised {
     struct Memory {};
-    static constexpr bool STAGES = true;
+    static constexpr bool STAGES = true, PLAIN = true;
 
     __device__ static bool quantised(const Task&) { return true; }
 
     __device__ static Outcome settle(const Task&, const Moments& old, const Peak& peak,
                                      Moments& fresh) {
         fresh = {__uint_as_float(peak.top), 0.0f};
-        return {old.magnitude, fresh.magnitude, 0.0f};
+        return {old.magnitude, fresh.magnitude, 0.0f, 0.0f};
     }
 
-    __device__ static void apply(const Walk<Op>& walk, const Place& place, const Split& split,
-                                 float (&value)[WIDTH], const Packed& grad) {
+    template <bool PLAIN>
+    __device__ static bool apply(const Walk<Op>& walk, const Place& place, const Split& split,
+                                 float (&value)[WIDTH]) {
         const Task& task = walk.task;
         const Codebook& codebook = walk.shared.codebook;
         Packed param;
-        if (Op::READS) param.load(task.param, place);  // under way while indices are found
-        float top[WIDTH];
-        walk.spread(&Outcome::top, split, top);
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) value[j] /= top[j] == 0.0f ? 1.0f : top[j];
+        if (PLAIN && Op::READS) param.load(task.param, place);  // under way while indices are found
         Bytes index = {0, 0};
-        if (task.flags & STOCHASTIC) {
-            draw(task, codebook, place, value, index);
+        if (PLAIN) {
+            if (!quick(codebook, walk.shared.outcomes[split.block], value, index)) return false;
         } else {
-#pragma unroll
-            for (int j = 0; j < WIDTH; ++j) {
-                const unsigned chosen = codebook.nearest(value[j]);
-                index.set(j, chosen);
-                value[j] = codebook.entry[chosen];
-            }
+            float top[WIDTH];
+            walk.spread(&Outcome::top, split, top);
+            slow(task, codebook, place, value, top, index);
         }
         index.store(task.index, place, task.flags & ALIGNED);
-        Op::write(walk, place, split, value, grad, param);
+        if (!PLAIN && Op::READS) param.load(task.param, place);
+        float factor[WIDTH];
+        if (PLAIN) {
+            fill(walk.shared.outcomes[split.block].*Op::FIELD, factor);
+        } else {
+            walk.spread(Op::FIELD, split, factor);
+        }
+        Op::write(task, place, value, factor, param);
+        return true;
     }
 
-    // Each value becomes one of its two neighbours among the entries.
-    __device__ static void draw(const Task& task, const Codebook& codebook, const Place& place,
-                                float (&value)[WIDTH], Bytes& index) {
+    // Each value becomes the entry nearest to value / top, unless that takes more than this.
+    __device__ static bool quick(const Codebook& codebook, const Outcome& outcome,
+                                 float (&value)[WIDTH], Bytes& index) {
+        const float top = outcome.top, inverse = outcome.inverse;
+        if (inverse == 0.0f) return false;
+        const float rest = fmaf(-inverse, top, 1.0f) * inverse;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) value[j] = quotient(value[j], top, inverse, rest);
+        unsigned chosen[WIDTH];
+        if (!codebook.nearest(value, chosen)) return false;
+        index = Bytes::of(chosen);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) value[j] = codebook.entry[chosen[j]];
+        return true;
+    }
+
+    // The same one by one, or one of two neighbouring entries at random.
+    __device__ static void slow(const Task& task, const Codebook& codebook, const Place& place,
+                                float (&value)[WIDTH], float (&top)[WIDTH], Bytes& index) {
+        const bool draws = task.flags & STOCHASTIC;
         unsigned words[4] = {};
 #pragma unroll 1
         for (int j = 0; j < WIDTH; ++j) {
-            if (j % 4 == 0) philox((place.element + j) / 4, task.parameter, task.step, words);
-            const float x = value[0];
-            const unsigned chosen = codebook.drawn(x, codebook.nearest(x), uniform(words[0]));
+            if (draws && j % 4 == 0) {
+                philox((place.element + j) / 4, task.parameter, task.step, words);
+            }
+            const float x = value[0] / (top[0] == 0.0f ? 1.0f : top[0]);
+            unsigned chosen = codebook.nearest(x);
+            if (draws) chosen = codebook.drawn(x, chosen, uniform(words[0]));
             index.set(j, chosen);
             turn(value, codebook.entry[chosen]);
+            turn(top, 0.0f);
             turn(words, 0u);
         }
     }
@@ -444,6 +520,6 @@ struct Quantised {
         SHARED(Shared<Op>, shared);
         const Table<Task> table(memory);
         shared.codebook.load(table.header->codebook);
-        for_items(shared, table, items, [&](long long item) { Walk<Op>(shared, item).run(); });
+        for_items(shared, table, items, [&](unsigned item) { Walk<Op>(shared, item).run(); });
     }
 };

@@ -8,12 +8,11 @@
 
 struct Factored : Quantised<Factored> {
     static constexpr bool READS = true;
+    static constexpr float Outcome::*FIELD = &Outcome::top;
 
-    __device__ static void write(const Walk<Factored>& walk, const Place& place, const Split& split,
-                                 float (&entry)[WIDTH], const Packed&, const Packed& packed) {
-        const Task& task = walk.task;
-        float top[WIDTH], param[WIDTH];
-        walk.spread(&Outcome::top, split, top);
+    __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
+                                 const float (&top)[WIDTH], const Packed& packed) {
+        float param[WIDTH];
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) entry[j] *= top[j];
         packed.unpack(task.param.kind, param);
@@ -31,16 +30,26 @@ struct Factored : Quantised<Factored> {
         const float* columns = task.column_root + column;
         int left = task.columns - column < WIDTH ? (int)(task.columns - column) : WIDTH;
         float row_root = *rows;
-#pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            if (!place.holds(j)) continue;
+        const auto advance = [&](int j, float entry, float& param) {
+            if (!place.holds(j)) return;
             if (!left--) {
                 row_root = *++rows;
                 columns = task.column_root;
                 left = (task.columns < WIDTH ? (int)task.columns : WIDTH) - 1;
             }
             const float below = row_root * *columns++ + task.eps;
-            param[j] += -task.rate * entry[j] / below;
+            param += -task.rate * entry / below;
+        };
+        if (place.sure) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) advance(j, entry[j], param[j]);
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < WIDTH; ++j) {
+                advance(j, entry[0], param[0]);
+                turn(entry, 0.0f);
+                turn(param, param[0]);
+            }
         }
         store(task.param, place, param);
     }

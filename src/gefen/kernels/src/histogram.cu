@@ -5,7 +5,7 @@
 #define BINS 4096
 
 struct Histogram {
-    static constexpr bool STAGES = false;
+    static constexpr bool STAGES = false, PLAIN = false;
     struct Memory {
         unsigned bins[BINS];
     };
@@ -15,11 +15,12 @@ struct Histogram {
     __device__ static Outcome settle(const Task&, const Moments&, const Peak& peak,
                                      Moments& fresh) {
         fresh = {0.0f, 0.0f};
-        return {0.0f, __uint_as_float(peak.top), 0.0f};
+        return {0.0f, __uint_as_float(peak.top), 0.0f, 0.0f};
     }
 
-    __device__ static void apply(Walk<Histogram>& walk, const Place& place, const Split& split,
-                                 float (&value)[WIDTH], const Packed&) {
+    template <bool>
+    __device__ static bool apply(Walk<Histogram>& walk, const Place& place, const Split& split,
+                                 float (&value)[WIDTH]) {
         float tops[WIDTH];
         walk.spread(&Outcome::top, split, tops);
 #pragma unroll
@@ -31,17 +32,18 @@ struct Histogram {
             const int bin = (int)x;
             atomicAdd(&walk.shared.memory.bins[bin < BINS - 1 ? bin : BINS - 1], 1u);
         }
+        return true;
     }
 };
 
 // Added to: the header's counts.
-extern "C" __launch_bounds__(THREADS) __global__ void histogram(const void* table,
-                                                                long long items) {
+extern "C" __launch_bounds__(THREADS, 3) __global__ void histogram(const void* table,
+                                                                   long long items) {
     SHARED(Shared<Histogram>, shared);
     const Table<Task> tasks(table);
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.memory.bins[i] = 0;
     for_items(shared, tasks, items,
-              [&](long long item) { Walk<Histogram>(shared, item).run(); });
+              [&](unsigned item) { Walk<Histogram>(shared, item).run(); });
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) {
         if (shared.memory.bins[i]) {

@@ -4,17 +4,18 @@
 
 struct Dense : Quantised<Dense> {
     static constexpr bool READS = false;
+    static constexpr float Outcome::*FIELD = &Outcome::top;
 
-    __device__ static void write(const Walk<Dense>& walk, const Place& place, const Split& split,
-                                 float (&entry)[WIDTH], const Packed& packed, const Packed&) {
-        const Task& task = walk.task;
-        float grad[WIDTH], top[WIDTH];
-        walk.spread(&Outcome::top, split, top);
-        packed.unpack(task.grad.kind, grad);
+    __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
+                                 const float (&top)[WIDTH], const Packed&) {
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            entry[j] *= top[j];
-            if (task.flags & NESTEROV) entry[j] = mixed(entry[j], grad[j], task.mix);
+        for (int j = 0; j < WIDTH; ++j) entry[j] *= top[j];
+        if (task.flags & NESTEROV) {
+            Packed packed;
+            float grad[WIDTH];
+            packed.load(task.grad, place);  // again, from a cache
+            packed.unpack(task.grad.kind, grad);
+            mix(entry, grad, task.mix, entry);
         }
         store(task.param, place, entry);
     }

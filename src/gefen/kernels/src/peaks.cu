@@ -4,10 +4,13 @@
 
 struct Peaks {
     struct Memory {};
-    static constexpr bool STAGES = false;
+    static constexpr bool STAGES = false, PLAIN = false;
     __device__ static bool quantised(const Task& task) { return task.index; }
-    __device__ static void apply(const Walk<Peaks>&, const Place&, const Split&,
-                                 const float (&)[WIDTH], const Packed&) {}
+    template <bool>
+    __device__ static bool apply(const Walk<Peaks>&, const Place&, const Split&,
+                                 const float (&)[WIDTH]) {
+        return true;
+    }
 };
 
 // Written: task.peaks and, since later launches overwrite the state, task.before.
@@ -15,10 +18,11 @@ extern "C" __launch_bounds__(THREADS) __global__ void peaks(const void* table, l
     SHARED(Shared<Peaks>, shared);
     const Table<Task> tasks(table);
     if (tasks.header->codebook) shared.codebook.load(tasks.header->codebook);
-    for_items(shared, tasks, items, [&](long long item) {
+    for_items(shared, tasks, items, [&](unsigned item) {
         const Task& task = shared.task;
         Walk<Peaks> walk(shared, item);
-        walk.pass(false);
+        walk.clear();
+        walk.pass<false>(false, threadIdx.x);
         const Peak peak = joined_threads(walk.own(), shared.warps);
         if (threadIdx.x) return;
         task.peaks[item] = peak;

@@ -16,9 +16,13 @@
 
 #ifdef EMULATED
 #define OPAQUE(value)
+#define IN_GLOBAL(pointer)
 #else
+// Tables hold addresses of global memory, where the compiler would look in shared memory too.
+#define IN_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 #define SHARED(type, name) __shared__ type name
-// The compiler must not know a value: it would make a copy of a loop for each.
+// The compiler must not know a value: it would make a copy of a loop for each, or turn a mask and a
+// multiplication into more than that.
 #define OPAQUE(value) asm volatile("" : "+r"(value))
 
 __device__ inline float half_to_float(unsigned bits) {
@@ -40,6 +44,30 @@ __device__ inline unsigned float_to_bfloat(float value) {
     const unsigned bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;  // NaN
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// `index`, or one more if the threshold of that index, which counts where `found` is above 255, is
+// below x. As a branch it would be longer than what it skips.
+__device__ inline unsigned passed(const float* thresholds, unsigned index, unsigned found,
+                                  float x) {
+#ifdef EMULATED
+    return index + (found > 255u && x > thresholds[index]);
+#else
+    // First the threshold's address, then itself.
+    unsigned at = (unsigned)__cvta_generic_to_shared(thresholds) + 4 * index;
+    asm("{\n\t"
+        ".reg .pred counts, below;\n\t"
+        ".reg .f32 threshold;\n\t"
+        "setp.gt.u32 counts, %2, 255;\n\t"
+        "@counts ld.shared.b32 %1, [%1];\n\t"
+        "mov.b32 threshold, %1;\n\t"
+        "setp.gt.and.f32 below, %3, threshold, counts;\n\t"
+        "@below add.u32 %0, %0, 1;\n\t"
+        "}"
+        : "+r"(index), "+r"(at)
+        : "r"(found), "f"(x));
+    return index;
+#endif
 }
 
 // Two numbers as float16 or as bfloat16, the first in the lower half of a word.
@@ -66,7 +94,15 @@ __device__ inline unsigned float_to_bfloats(float low, float high) {
 // The magnitude's bits: they order as the magnitudes do, with NaN above infinity.
 __device__ inline unsigned magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// start + weight * (end - start), as torch.lerp computes it.
-__device__ inline float mixed(float start, float end, float weight) {
-    return weight < 0.5f ? fmaf(weight, end - start, start) : fmaf(weight - 1.0f, end - start, end);
+// value / top, correctly rounded, where `inverse` is 1 / top and `rest` what that lacks: the
+// first line is off by less than a unit in the last place, the second rounds it (Markstein 1990).
+__device__ inline float quotient(float value, float top, float inverse, float rest) {
+    const float near = fmaf(value, inverse, value * rest);
+    return fmaf(fmaf(-near, top, value), inverse, near);
+}
+
+// 1 / top, or 0 unless `top` is so far from the ends of the exponents that nothing which a quotient
+// above 2^-43 needs leaves them.
+__device__ inline float inverse_of(float top) {
+    return top >= 0x1p-60f && top <= 0x1p60f ? 1.0f / top : 0.0f;
 }

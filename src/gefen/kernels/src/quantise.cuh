@@ -4,13 +4,14 @@
 #include "vector.cuh"
 
 #define ENTRIES 256
-#define SECTORS 2048  // equal parts of [-1, 1]
+#define SECTORS 4096  // parts of [-1, 1], about as wide as the bins that codebooks are learned from
 
 // What launch.py lays out in this order; loaded into shared memory.
 struct Codebook {
     float entry[ENTRIES];
     float threshold[ENTRIES];  // the index of x is the number of those below x
-    unsigned short bounds[SECTORS];  // lowest and, shifted by 8, highest index in each cell
+    // Of each sector, the lowest index and, shifted by 8, how many thresholds lie in it.
+    unsigned short bounds[SECTORS];
     unsigned char following[ENTRIES];  // index of the next larger entry
 
     // All threads call it together, and synchronise afterwards.
@@ -19,11 +20,19 @@ struct Codebook {
         for (unsigned i = threadIdx.x; i < sizeof(Codebook) / 4; i += THREADS) to[i] = from[i];
     }
 
+    // Of the sector of a number in [-1, 1]; of some sector for others and NaN.
+    __device__ unsigned bound(float x) const {
+        // The last bits of a sum beyond 2^23 are its whole part.
+        const float at = fmaf(x, SECTORS / 2 - 1, 0x1p23f + SECTORS / 2);
+        unsigned sector = __float_as_uint(at) % SECTORS;
+        OPAQUE(sector);
+        return bounds[sector];
+    }
+
+    // That of -1 for NaN.
     __device__ unsigned nearest(float x) const {
-        // fmaxf drops NaN, which becomes some legal index.
-        const float at = fminf(fmaxf(x * (SECTORS / 2) + SECTORS / 2, 0.0f), SECTORS - 1);
-        const unsigned bound = bounds[(int)at];
-        unsigned low = bound & 255u, high = bound >> 8;
+        const unsigned found = bound(fmaxf(x, -1.0f));
+        unsigned low = found & 255u, high = low + (found >> 8);
 #pragma unroll 1
         while (low < high) {
             const unsigned middle = (low + high) / 2;
@@ -34,6 +43,21 @@ struct Codebook {
             }
         }
         return low;
+    }
+
+    // Indices of eight numbers in [-1, 1], and whether their sectors have at most one threshold each,
+    // as nearly all have: else the indices are wrong.
+    __device__ bool nearest(const float (&x)[WIDTH], unsigned (&index)[WIDTH]) const {
+        unsigned found[WIDTH], every = 0;
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) every |= found[j] = bound(x[j]);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            unsigned low = found[j] & 255u;
+            OPAQUE(low);
+            index[j] = passed(threshold, low, found[j], x[j]);
+        }
+        return every < 512u;
     }
 
     // The neighbour of x that `draw`, uniform in [0, 1), picks by distance; x is nearest to

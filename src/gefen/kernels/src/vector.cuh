@@ -10,6 +10,11 @@
 struct Place {
     long long element;
     int from, to;
+    bool sure = false;  // whole, of memory that is aligned
+
+    // A whole one.
+    __device__ explicit Place(long long element)
+        : element(element), from(0), to(WIDTH), sure(true) {}
 
     // Vector `number` of an item whose elements are those from `lead` up to `size`, counted from
     // `base`, a multiple of WIDTH.
@@ -25,8 +30,28 @@ struct Place {
 
     __device__ bool empty() const { return to <= from; }
     __device__ bool whole() const { return from == 0 && to == WIDTH && element % WIDTH == 0; }
-    __device__ bool holds(int j) const { return j >= from && j < to; }
+    __device__ bool holds(int j) const { return sure || (j >= from && j < to); }
+    __device__ bool fast(bool aligned) const { return sure || (aligned && whole()); }
 };
+
+// The same number for each of a vector's elements.
+struct Lone {
+    float value;
+    __device__ float operator[](int) const { return value; }
+};
+
+// start + weight * (end - start), as torch.lerp computes it.
+template <class Starts>
+__device__ inline void mix(const Starts& start, const float (&end)[WIDTH], float weight,
+                           float (&out)[WIDTH]) {
+    if (weight < 0.5f) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) out[j] = fmaf(weight, end[j] - start[j], start[j]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) out[j] = fmaf(weight - 1.0f, end[j] - start[j], end[j]);
+    }
+}
 
 // Moves each value to the place before it. Loops that work on the first place and turn need no
 // index that only run time knows, so that values stay in registers, and are small.
@@ -85,7 +110,9 @@ struct Cursor {
 // Where eight aligned elements begin.
 __device__ inline uint4* vector_at(const View& view, const Place& place) {
     const long long size = view.kind == FLOAT32 ? 4 : 2;
-    return reinterpret_cast<uint4*>(static_cast<char*>(view.data) + place.element * size);
+    char* data = static_cast<char*>(view.data);
+    IN_GLOBAL(data);
+    return reinterpret_cast<uint4*>(data + place.element * size);
 }
 
 // Eight elements as they lie in memory: one of 32 bits in each word, or two of 16 bits in each
@@ -94,7 +121,7 @@ struct Packed {
     unsigned words[WIDTH];
 
     __device__ void load(const View& view, const Place& place) {
-        if (view.aligned && place.whole()) {
+        if (place.fast(view.aligned)) {
             const uint4* from = vector_at(view, place);
             put(0, from[0]);
             put(4, view.kind == FLOAT32 ? from[1] : make_uint4(0, 0, 0, 0));
@@ -118,7 +145,7 @@ struct Packed {
     }
 
     __device__ void store(const View& view, const Place& place) const {
-        if (view.aligned && place.whole()) {
+        if (place.fast(view.aligned)) {
             uint4* to = vector_at(view, place);
             to[0] = get(0);
             if (view.kind == FLOAT32) to[1] = get(4);
@@ -201,9 +228,21 @@ __device__ inline void store(const View& view, const Place& place, const float (
 struct Bytes {
     unsigned low, high;
 
+    // Of numbers below 256.
+    __device__ static Bytes of(const unsigned (&values)[WIDTH]) {
+        unsigned halves[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const unsigned* v = values + 4 * k;
+            halves[k] = ((v[3] * 256 + v[2]) * 256 + v[1]) * 256 + v[0];
+        }
+        return {halves[0], halves[1]};
+    }
+
     __device__ void load(const unsigned char* from, const Place& place, bool aligned) {
+        IN_GLOBAL(from);
         from += place.element;
-        if (aligned && place.whole()) {
+        if (place.fast(aligned)) {
             const uint2 both = *reinterpret_cast<const uint2*>(from);
             low = both.x;
             high = both.y;
@@ -215,8 +254,9 @@ struct Bytes {
     }
 
     __device__ void store(unsigned char* to, const Place& place, bool aligned) const {
+        IN_GLOBAL(to);
         to += place.element;
-        if (aligned && place.whole()) {
+        if (place.fast(aligned)) {
             *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
             return;
         }
@@ -224,7 +264,11 @@ struct Bytes {
         for (int j = place.from; j < place.to; ++j) to[j] = (unsigned char)get(j);
     }
 
-    __device__ unsigned get(int j) const { return (j < 4 ? low : high) >> 8 * (j % 4) & 255u; }
+    __device__ unsigned get(int j) const {
+        unsigned value = (j < 4 ? low : high) >> 8 * (j % 4) & 255u;
+        OPAQUE(value);
+        return value;
+    }
 
     // Of a byte that is 0.
     __device__ void set(int j, unsigned value) { (j < 4 ? low : high) |= value << 8 * (j % 4); }
