@@ -10,9 +10,10 @@ import pytest
 import torch
 from graphs import CaptureError, Graph, Run, injected, replayed, tensors_of
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training import BF16, F32, F64, gradients, start, train
 
-from gefen import Gefen, GefenMuon, GefenMuonHybrid
+from gefen import Gefen, GefenMuon, GefenMuonHybrid, capture
 from gefen.errors import GefenError, InvalidArgumentError
 
 SHAPES = ((8, 16), (24,), (16, 8), (3,))
@@ -140,6 +141,28 @@ def test_a_rate_that_is_elsewhere() -> None:
     optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
     with pytest.raises(GefenError, match="lr"):
         train(optimizer, optimizer.param_groups[0]["params"][0], gradients((4, 4), 1))
+
+
+def test_a_rate_that_the_host_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.distributed.checkpoint gives one, and as a capture cannot use it."""
+    here, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
+    assert capture.reads_rate(here, [elsewhere])
+    assert not capture.reads_rate(here, [here, elsewhere])
+    assert not capture.reads_rate(elsewhere, [elsewhere])
+    with injected(monkeypatch).capture([]):
+        assert not capture.reads_rate(here, [elsewhere])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_a_distributed_checkpoint_makes(kind: str) -> None:
+    net, rate = nn.Linear(16, 8), torch.tensor(0.5)
+    optimizer = capturable(kind)(list(net.parameters()), rate)
+    before = [param.detach().clone() for param in net.parameters()]
+    found = get_optimizer_state_dict(net, optimizer)
+    assert found["state"]["weight"]["step"] == 1
+    assert optimizer.param_groups[0]["lr"] is rate
+    for param, value in zip(net.parameters(), before, strict=True):
+        assert torch.equal(param, value)
 
 
 def test_a_rate_in_a_number_is_that_of_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,9 @@ class BackupAdamW(Half, torch.optim.AdamW):
                     f"Parameter {slot.name!r} is on {device}: torch's AdamW with capturable=True "
                     "steps parameters of accelerators only; pass capturable=False"
                 )
-            check.unread_rate("lr", settings["lr"], device)
+            rate = settings["lr"]
+            if not (isinstance(rate, Tensor) and capture.reads_rate(rate, [slot.param])):
+                check.unread_rate("lr", rate, device)
         entry = self.state.get(slot.param)
         if entry:
             check_unchanged(self._spec(slot.param, entry), entry, slot.name)

@@ -191,7 +191,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
         rate = group.get("lr")
-        if self.capturable and isinstance(rate, Tensor):
+        deferred = self.capturable and isinstance(rate, Tensor)
+        if deferred and not capture.reads_rate(group["lr"], group["params"]):
             return self._resumed({**group, "lr": 0.0}) | {"lr": rate}
         settings = self._resumed(group)
         settings["lr"] = float(settings["lr"])

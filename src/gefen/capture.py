@@ -6,10 +6,11 @@ host decides or computes is the same in every replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gefen.errors import InvalidArgumentError
 
@@ -19,6 +20,16 @@ def under_way() -> bool:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()
+
+
+def reads_rate(rate: Tensor, params: Iterable[Tensor]) -> bool:
+    """Whether the host may read a rate although its optimizer is capturable: it lies there alone.
+
+    torch.distributed.checkpoint puts such a one in the place of others while it makes state.
+    """
+    if rate.device.type != "cpu" or under_way():
+        return False
+    return all(param.device.type != "cpu" for param in params)
 
 
 def check(halves: Sequence[Any], agreement: object) -> None:
