@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gefen
-from gefen.codebook import BINS
+from gefen.codebook import BINS, SIZE, Quantizer
 from gefen.kernels import launch, packing, reference, scalars
 from gefen.kernels.cuda import PAYLOAD
 from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
@@ -77,6 +77,32 @@ def test_block_step(emulator: Emulator, drawn: list[Case], adam: object) -> None
         same = same_momentum(actual.momentum, expected.momentum)
         close(actual.v, expected.v, rtol=2e-6, atol=1e-44)
         same_param(actual.param, expected.param, old, same)
+
+
+CODEBOOKS = {
+    "learned": QUANTIZER,
+    "dense": Quantizer(torch.linspace(-1, 1, SIZE) ** 7),  # many entries in a sector
+    "duplicates": Quantizer(torch.tensor([-1.0] * 100 + [0.0] * 56 + [1.0] * 100)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e37])
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_what_plain_vectors_leave_to_others(emulator: Emulator, name: str, scale: float) -> None:
+    """Sectors of several entries, and magnitudes that numbers cannot be multiplied with."""
+    task, param, v = momentum(plain(60, 64), CODEBOOKS[name])
+    sizes = torch.full_like(task.magnitude, scale)
+    sizes[::3] = 1  # those that can be, among them
+    each = sizes.repeat_interleave(64).view_as(task.grad)
+    task = replace(task, grad=task.grad * each, magnitude=task.magnitude * sizes)
+    mine = BlockStep(param.clone(), copied(task), v.clone(), ADAM)
+    before = param.clone()
+    kernels(emulator).block_step([mine])
+    reference.block_step([BlockStep(param, task, v, ADAM)])
+    same = same_momentum(mine.momentum, task)
+    assert len(task.index.unique()) > 2
+    finite = torch.isfinite(param.view(-1).float())
+    same_param(mine.param, param, before, same & finite)
 
 
 @bounded

@@ -207,7 +207,7 @@ def _codebook(quantizer: Quantizer) -> Tensor:
     entries, device = quantizer.codebook, quantizer.codebook.device
     padding = torch.full((1,), torch.inf, dtype=torch.float32, device=device)
     thresholds = torch.cat([quantizer.thresholds, padding])
-    # As the kernels find a number's sector: one product, rounded once. No number is above infinity.
+    # A number's sector is one product, rounded once, as in quantise.cuh; none is above infinity.
     reach = SECTORS // 2 - 1
     home = (thresholds.double() * reach).round_().clamp_(-reach, reach).int() + SECTORS // 2
     home = home.masked_fill_(thresholds.isinf(), SECTORS)[: SIZE - 1].contiguous()
