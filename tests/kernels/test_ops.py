@@ -129,6 +129,17 @@ def test_a_codebook_that_changes_in_place() -> None:
     assert ops._quantizer(book).codebook[-1] == 0.5
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_in_inference_mode(name: str) -> None:
+    expected = arguments(name)
+    getattr(OPS, name)(*expected)
+    with torch.inference_mode():
+        found = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, arguments(name))
+        getattr(OPS, name)(*found)
+    for a, e in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(a, e)
+
+
 # Dynamo itself looks at the gradient of the loss, which outlives the break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("make", [Gefen, GefenMuon])

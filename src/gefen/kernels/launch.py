@@ -174,7 +174,7 @@ class Kernels:
         book, views = packing.codebook(quantizer), {"grad": grads, "param": targets}
         self._run(plan, views, book.data_ptr(), 0, values)
         # Of kernels, autograd notices nothing by itself.
-        torch.autograd.graph.increment_version(targets)
+        torch.autograd.graph.increment_version([t for t in targets if not t.is_inference()])
         if launch is None or not launch.copied:
             plans[key] = form, plan
         else:

@@ -136,6 +136,8 @@ _quantizers = WeakTensorKeyDictionary()
 
 
 def _quantizer(codebook: Tensor) -> Quantizer:
+    if codebook.is_inference():  # nothing tells whether it has changed
+        return Quantizer(codebook.clone())
     known = _quantizers.get(codebook)  # type: ignore[no-untyped-call]
     if known is None or known[0] != codebook._version:
         known = codebook._version, Quantizer(codebook.clone())
