@@ -26,7 +26,7 @@ struct Block : Quantised<Block> {
     }
 };
 
-extern "C" __launch_bounds__(THREADS, 3) __global__ void block_step(const void* table,
-                                                                 long long items) {
+extern "C" __launch_bounds__(THREADS, RESIDENT) __global__ void block_step(const void* table,
+                                                                        long long items) {
     Block::run(table, items);
 }

@@ -352,7 +352,8 @@ struct Walk {
             const int period = (int)task.period;
             blocks = (int)blocks_of(size - lead);
             shift = 0;
-            while (shift < LOG_WARP && (4 * WIDTH << shift) < period * 2) ++shift;
+#pragma unroll
+            for (int i = 0; i < LOG_WARP; ++i) shift += (4 * WIDTH << i) < period * 2;
         } else {
             own = joined_parts();
         }
@@ -360,6 +361,8 @@ struct Walk {
 #pragma unroll 1
         for (int first = 0; first < blocks; first += THREADS >> shift) {
             const int number = first + group;
+            // A warp that has no block left; each has its part of one that does not fit.
+            if (fits && first + (int)(threadIdx.x / WARP * WARP >> shift) >= blocks) break;
             Peak peak = own;
             if (fits) peak = joined_cells(number < blocks ? number : -1, lane, 1 << shift);
             peak = joined_lanes(peak, 1 << shift);

@@ -21,7 +21,7 @@ struct Dense : Quantised<Dense> {
     }
 };
 
-extern "C" __launch_bounds__(THREADS, 3) __global__ void momentum(const void* table,
-                                                               long long items) {
+extern "C" __launch_bounds__(THREADS, RESIDENT) __global__ void momentum(const void* table,
+                                                                      long long items) {
     Dense::run(table, items);
 }

@@ -12,6 +12,10 @@
 #define WARP 32
 #endif
 
+// Blocks for which a multiprocessor has registers. From sm_120 on, they would be too few for four,
+// and shared memory holds only two.
+#define RESIDENT (__CUDA_ARCH__ >= 1200 ? 3 : 4)
+
 #define EVERY_LANE (0xffffffffu >> (32 - WARP))
 
 #ifdef EMULATED
