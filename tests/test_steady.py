@@ -80,11 +80,6 @@ def reload(optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def rescale_codebook(optimizer: Any) -> None:
-    book = optimizer.state[first(optimizer)]["codebook"]
-    book.copy_(book.sign() * book.square())
-
-
 def reorder(optimizer: Any) -> None:
     optimizer.param_groups[0]["params"].reverse()
 
@@ -115,18 +110,6 @@ def test_a_row_statistic_that_is_wanted_later() -> None:
 
     expected = trained(make, change, remembers=False)
     for actual, other in zip(trained(make, change, remembers=True), expected, strict=True):
-        assert torch.equal(actual, other)
-
-
-def test_a_codebook_that_is_written_over() -> None:
-    def rescale_and_reload(optimizer: Any) -> None:
-        rescale_codebook(optimizer)
-        reload(optimizer)
-
-    expected = trained(Gefen, rescale_and_reload, remembers=False)
-    for actual, other in zip(
-        trained(Gefen, rescale_codebook, remembers=True), expected, strict=True
-    ):
         assert torch.equal(actual, other)
 
 

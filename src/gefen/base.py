@@ -105,7 +105,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
-        self._quantizers: dict[int, tuple[Tensor, int, Quantizer]] = {}
+        self._quantizers: dict[int, tuple[Tensor, Quantizer]] = {}
         self._spare: Entry = {}
         self._steady: Steady | None = None
         super().__init__(_groups(params), checked(arguments, self.checks))
@@ -218,7 +218,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 capture.refuse_first(work.slot.name, "gets its state")
             elif entry[INDEX].device != work.param.device:
                 capture.refuse_first(work.slot.name, "gets its state moved")
-            elif self._known_quantizer(entry[CODEBOOK]) is None:
+            elif (
+                self._quantizers.get(entry[INDEX].get_device(), (None,))[0] is not entry[CODEBOOK]
+            ):
                 capture.refuse_first(work.slot.name, "meets its codebook for the first time")
         if self.options.get("codebook_refresh_every"):
             raise InvalidArgumentError(
@@ -361,18 +363,10 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
 
     def _quantizer(self, codebook: Tensor) -> Quantizer:
-        known = self._known_quantizer(codebook)
-        if known is None:
-            known = Quantizer(codebook.clone())
-            self._quantizers[codebook.get_device()] = codebook, codebook._version, known
-        return known
-
-    def _known_quantizer(self, codebook: Tensor) -> Quantizer | None:
-        """The last one of its device, if that was of this codebook as it is."""
         known = self._quantizers.get(codebook.get_device())
-        if known is None or known[0] is not codebook or known[1] != codebook._version:
-            return None
-        return known[2]
+        if known is None or known[0] is not codebook:
+            known = self._quantizers[codebook.get_device()] = codebook, Quantizer(codebook)
+        return known[1]
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
