@@ -1,6 +1,6 @@
 // Steps parameters whose second moment is shared by blocks.
 
-#include "blocks.cuh"
+#include "quantised.cuh"
 
 struct Block : Quantised<Block> {
     static constexpr bool READS = true;

@@ -1,6 +1,6 @@
 // Steps matrices whose second moment is an outer product of row and column means.
 
-#include "blocks.cuh"
+#include "quantised.cuh"
 
 #define STRIP (WARP * 4 * WIDTH)  // columns of a panel, as in packing.py
 #define PANEL 128  // rows of a panel, as in packing.py

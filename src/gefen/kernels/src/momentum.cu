@@ -1,6 +1,6 @@
 // Advances a quantised momentum and writes its dense direction.
 
-#include "blocks.cuh"
+#include "quantised.cuh"
 
 struct Dense : Quantised<Dense> {
     static constexpr bool READS = false;
