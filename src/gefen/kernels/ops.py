@@ -86,9 +86,7 @@ def block_step(
     momenta = _momenta(index, magnitude, grad, period, codebook, beta1, seed, number, param)
     arguments.check_targets("param", param, grad)
     arguments.check_moments("v", v, magnitude)
-    rates = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2}
-    arguments.check_adam(lr, step, param, **rates)
-    adams = [Adam(lr, weight_decay, eps, beta1, beta2, count) for count in step]
+    adams = _adams(param, lr, step, weight_decay, eps, beta1, beta2)
     columns = zip(param, momenta, v, adams, strict=True)
     kernels.block_step([BlockStep(*task) for task in columns], fused)
 
@@ -116,9 +114,7 @@ def factored_step(
     momenta = _momenta(index, magnitude, grad, period, codebook, beta1, seed, number, param)
     arguments.check_targets("param", param, grad)
     arguments.check_factors(row, column, param)
-    rates = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2}
-    arguments.check_adam(lr, step, param, **rates)
-    adams = [Adam(lr, weight_decay, eps, beta1, beta2, count) for count in step]
+    adams = _adams(param, lr, step, weight_decay, eps, beta1, beta2)
     columns = zip(param, momenta, row, column, adams, strict=True)
     kernels.factored_step([FactoredStep(*task) for task in columns], fused)
 
@@ -166,14 +162,28 @@ def _momenta(
     return [Momentum(g, i, m, p, beta, quantizer, d, s) for g, i, m, p, d, s in columns]
 
 
+def _adams(
+    param: Sequence[Tensor],
+    lr: Tensor,
+    step: Sequence[Tensor],
+    weight_decay: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+) -> list[Adam]:
+    rates = {"weight_decay": weight_decay, "eps": eps, "beta1": beta1, "beta2": beta2}
+    arguments.check_adam(lr, step, param, **rates)
+    return [Adam(lr, weight_decay, eps, beta1, beta2, count) for count in step]
+
+
 def _nothing(*_: object, **__: object) -> None:
     """What an operation makes of tensors that hold no numbers."""
 
 
-def _register(operation: Callable[..., None], arguments: str) -> None:
+def _register(operation: Callable[..., None], schema: str) -> None:
     name = operation.__name__
     _library.define(  # type: ignore[no-untyped-call]
-        f"{name}({arguments}) -> ()"
+        f"{name}({schema}) -> ()"
     )
     for key in ("CPU", "CUDA"):
         _library.impl(  # type: ignore[no-untyped-call]
