@@ -193,3 +193,9 @@ def local(tensor: Any) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself. Shares the memory."""
     shard: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor
     return shard
+
+
+def held(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor that needs no gradient; shares the memory."""
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return part
