@@ -26,7 +26,6 @@ __all__ = [
     "factored_step",
     "histogram",
     "momentum_update",
-    "ops",
 ]
 
 Task = TypeVar("Task", DenseMomentum, BlockStep, FactoredStep)
@@ -113,6 +112,3 @@ def _warn_no_kernels(reason: str) -> None:
         "but slower. Pass fused=False to choose it silently.",
         stacklevel=2,
     )
-
-
-from gefen.kernels import ops  # noqa: E402  (it calls the functions above)
