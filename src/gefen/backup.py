@@ -46,6 +46,8 @@ class BackupAdamW(Half, torch.optim.AdamW):
     }
     """One for each setting that torch's constructor has besides; groups may have their own."""
 
+    place = 1
+
     @property
     def capturable(self) -> bool:
         """Whether torch's step keeps its counts and tensor rates on the device."""

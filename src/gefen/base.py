@@ -16,12 +16,12 @@ from torch import Tensor
 from gefen import capture
 from gefen.blocks import UNDECIDED, find_period, row_length, row_period
 from gefen.checkpoint import CheckpointedOptimizer, forbid_inference
-from gefen.codebook import Quantizer, blank, fixed, is_blank
+from gefen.codebook import Quantizer, blank, digest, fixed, is_blank
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
-from gefen.layout import Layout
+from gefen.layout import Layout, layout_of
 from gefen.momentum import histogram, learn_from, reencode
 from gefen.parameters import (
     Slot,
@@ -117,6 +117,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     _examined: tuple[Tensor | None, bool] = (None, True)
     """A codebook, and whether it still has to be learned."""
 
+    _digested: tuple[Tensor | None, str] = (None, "none")
+    """A codebook, and its name."""
+
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
@@ -124,6 +127,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self._spare: Entry = {}
         self._steady: Steady | None = None
         self._shards: Shards | None = None
+        self._layouts: dict[Tensor, tuple[Any, Layout]] = {}
         super().__init__(_groups(params), checked(arguments, self.checks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,6 +138,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self._spare = {}
         self._steady = None
         self._shards = None
+        self._layouts = {}
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,7 +206,17 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _work(self, slot: Slot, grad: Tensor, settings: dict[str, Any]) -> Work:
         layout = self._layout(slot)
         shared = layout.cut and self._is_shared(slot)
-        return Work(slot, held(slot.param.detach()), held(grad), settings, layout, shared)
+        return Work(slot, held(slot.param), held(grad), settings, layout, shared)
+
+    def _layout(self, slot: Slot) -> Layout:
+        param: Any = slot.param
+        if not is_dtensor(param):
+            return Layout(param.shape)
+        form = param.device_mesh, param.placements, param.shape, param.to_local().shape
+        known = self._layouts.get(param)
+        if known is None or known[0] != form:
+            known = self._layouts[param] = form, layout_of(param, slot.name)
+        return known[1]
 
     def _is_shared(self, slot: Slot) -> bool:
         """Whether ranks that have parts of a parameter step it together."""
@@ -237,8 +252,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _learned(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor | None:
         """A codebook by gradients that no other rank has; where none can be told, a fixed one."""
-        if any(work.layout.cut for work in works):
-            return fixed() if self._shared(CODEBOOK) is None else None
+        if any(self._layout(slot).cut for slot in slots(self.param_groups)):
+            return fixed()
         return learn_from(self._histogram(works, missing))
 
     def _check_known(self, works: list[Work]) -> None:
@@ -466,9 +481,20 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _facts(self) -> dict[str, Any]:
         facts = super()._facts()
+        # Ranks that each step their own need not have taken as many steps.
         if self._shares():
-            facts |= self._shared_facts()
+            count = self._shared(GLOBAL_STEP)
+            facts |= {
+                "codebook": self._digest(self._shared(CODEBOOK)),
+                "global_step": 0 if count is None else int(count),
+            }
         return facts
+
+    def _digest(self, codebook: Tensor | None) -> str:
+        """Name a codebook, for ranks to compare."""
+        if codebook is not self._digested[0]:
+            self._digested = codebook, digest(codebook)
+        return self._digested[1]
 
     def _sharing(self) -> Shards:
         """What ranks exchange; imported on first use, as a module of torch takes seconds."""
@@ -510,9 +536,9 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         missing.setdefault(work.key, {}).update(self._decided(work, period))
 
     def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
-        if not (self._shares() and self._wants_codebook()):
-            return plan
-        return replace(plan, codebook=learn_from(counts))
+        if self._shares() and self._wants_codebook():
+            return replace(plan, codebook=learn_from(counts))
+        return plan
 
     def _loaded(self) -> None:
         self._spare = {}

@@ -128,16 +128,17 @@ def block_sums(grad: Tensor, periods: Sequence[int], deterministic: bool = False
     """
     grad, device = grad.detach(), _sum_device(grad, deterministic)
     n = grad.numel()
-    count = int(torch.count_nonzero(grad))
-    if not count:
-        return [0.0] * (2 + len(periods))
     chunk = CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    if not any(flat_slice(grad, a, min(a + chunk, n)).any() for a in range(0, n, chunk)):
+        return [0.0] * (2 + len(periods))
+    count = torch.zeros((), dtype=torch.float64, device=device)
     fourth = torch.zeros((), dtype=torch.float64, device=device)
     squares = [fourth.clone() for _ in periods]
     starts = [fourth.clone() for _ in periods]  # prefix sum at the start of the open block
     base = fourth.clone()
     for start in range(0, n, chunk):
         g = flat_slice(grad, start, min(start + chunk, n)).to(device, torch.float64)
+        count += torch.count_nonzero(g)
         g = g * g
         fourth += g.dot(g)
         prefix = torch.cumsum(g, 0)
@@ -147,7 +148,7 @@ def block_sums(grad: Tensor, periods: Sequence[int], deterministic: bool = False
                 squares[i] += _squared_sums(ends, starts[i] - base)
                 starts[i] = base + ends[-1]
         base += prefix[-1]
-    return [float(count), *torch.stack([fourth, *squares]).tolist()]
+    return torch.stack([count, fourth, *squares]).tolist()
 
 
 def _sum_device(grad: Tensor, deterministic: bool) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +65,13 @@ def fixed() -> Tensor:
     centres = 2 * np.arange(BINS, dtype=np.int64) + 1 - BINS
     weights = 10**9 // (1 + (6 * np.abs(centres)) ** 4 // BINS**4)
     return solve(torch.from_numpy(weights))
+
+
+def digest(codebook: Tensor | None) -> str:
+    """A short name of a codebook's content."""
+    if codebook is None:
+        return "none"
+    return hashlib.blake2b(codebook.cpu().numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def accumulate_histogram(grad: Tensor, period: int, counts: Tensor) -> None:

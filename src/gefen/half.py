@@ -21,6 +21,9 @@ class Half:
 
     param_groups: list[dict[str, Any]]
 
+    place: int = 0
+    """Among the halves of a hybrid: 0 or 1."""
+
     @property
     def capturable(self) -> bool:
         """Whether counts and tensor rates stay on the device, unread."""

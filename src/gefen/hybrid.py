@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -149,13 +149,14 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     def _agreement(self) -> Agreement | None:
         """One for the parameters of both halves; none where their ranks step on their own."""
-        # Where this rank has no matrix others may have some, of the mode that new ones get.
-        groups = [self._make_muon.keywords] if self.muon is None else self.muon.param_groups
-        approximate = all(group["sharded_mode"] == "approx" for group in groups)
-        held = (slot.param for half in self._halves() for slot in slots(half.param_groups))
-        if approximate or not any(map(is_shared, held)):
-            return None
-        return self._joint_agreement()
+        together = any(half._shares() for half in self._halves())
+        if self.muon is None and self._make_muon.keywords["sharded_mode"] != "approx":
+            # Others may have matrices, in the mode that new ones get.
+            together |= any(map(is_shared, self._params()))
+        return self._joint_agreement() if together else None
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for half in self._made() for g in half.param_groups for param in g["params"])
 
     def _halves(self) -> list[Any]:
         """Both halves, with this optimizer's state and groups, also where code has put others."""

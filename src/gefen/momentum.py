@@ -45,7 +45,7 @@ def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:
 
     Magnitudes stay: every codebook ends in −1 and 1, so a block's largest entry keeps its value.
     """
-    table = Quantizer(new).encode(old)
+    table, index = Quantizer(new).encode(old), index.view(-1)
     for start in range(0, index.numel(), CHUNK):
         part = index[start : start + CHUNK]
         part.copy_(table[part.int()])

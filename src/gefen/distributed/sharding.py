@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from gefen.distributed.mesh import Topology
 
 
+_HALVES = 2
+"""That an optimizer can have."""
+
+
 class Agreement:
     """Through which the ranks of one optimizer step together, or none of them does."""
 
@@ -127,16 +131,17 @@ class Agreement:
         self, halves: Sequence[Any], plans: Sequence[Any], error: Exception | None
     ) -> list[Any]:
         failure = stepping.StepFailure(error)
-        total = torch.zeros(len(halves), BINS, dtype=torch.int64)
+        # Ranks need not have the same halves of a hybrid.
+        total = torch.zeros(_HALVES, BINS, dtype=torch.int64)
         is_first = self._topology.ranks[0] == dist.get_rank()
-        for own, half, plan in zip(total, halves, plans, strict=True):
+        for half, plan in zip(halves, plans, strict=True):
             counts = half._survey(plan, failure, is_first)
             if counts is not None:
-                own += counts
+                total[half.place] += counts
         self._close(failure.error, "while learning the codebook", _AGAIN)
         total = stepping.total_over_component(total, self._preflight.channels, self._topology)
-        learned = zip(halves, plans, total, strict=True)
-        return [half._surveyed(plan, counts) for half, plan, counts in learned]
+        pairs = zip(halves, plans, strict=True)
+        return [half._surveyed(plan, total[half.place]) for half, plan in pairs]
 
     def report(self, halves: Sequence[Any], failure: Exception | None, purpose: str) -> None:
         """Raise on every rank where any has a ``failure`` in what all do outside of a step."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from gefen.blocks import block_sums, candidates, choose_period
 from gefen.distributed.mesh import channel_of, identify_meshes, peers_expected
+from gefen.layout import distributed_like
 from gefen.parameters import held, is_shared
 
 if TYPE_CHECKING:
@@ -124,6 +125,23 @@ class Shards:
             assert isinstance(grad, DTensor)
             yield work, grad.full_tensor()
 
+    def whole_target(self, work: Work) -> Tensor:
+        """A tensor of the whole parameter's shape that holds this rank's part. Collective.
+
+        What lies elsewhere may be anything.
+        """
+        if work.layout.lane is None:
+            param = work.slot.param.detach()
+            assert isinstance(param, DTensor)
+            return param.full_tensor()
+        whole = work.param.new_zeros(work.layout.shape)
+        whole[work.layout.first : work.layout.stop] = work.param
+        return whole
+
+    def keep_part(self, work: Work, whole: Tensor) -> None:
+        """Write this rank's part of a whole tensor to the parameter."""
+        work.param.copy_(own_part(work, whole))
+
 
 def _spread(work: Work) -> Tensor:
     """This rank's part of a vector's gradient, among zeros."""
@@ -132,31 +150,9 @@ def _spread(work: Work) -> Tensor:
     return whole
 
 
-def whole_target(work: Work) -> Tensor:
-    """A tensor of the whole parameter's shape that holds this rank's part. Collective.
-
-    What lies elsewhere may be anything.
-    """
-    if work.layout.lane is None:
-        param = work.slot.param.detach()
-        assert isinstance(param, DTensor)
-        return param.full_tensor()
-    whole = work.param.new_zeros(work.layout.shape)
-    whole[work.layout.first : work.layout.stop] = work.param
-    return whole
-
-
-def keep_part(work: Work, whole: Tensor) -> None:
-    """Write this rank's part of a whole tensor to the parameter."""
-    work.param.copy_(own_part(work, whole))
-
-
 def own_part(work: Work, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor, of a parameter that is cut within rows."""
     if work.layout.lane is not None:
         return whole[work.layout.first : work.layout.stop]
-    param: Any = work.slot.param
-    mesh = param.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part: Tensor = held(everywhere.redistribute(placements=param.placements))
+    part: Tensor = held(distributed_like(whole, work.slot.param))
     return part

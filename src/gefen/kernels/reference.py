@@ -131,19 +131,22 @@ def matrix_step(
     cautious: Tensor | None,
     rounding: Seed | None = None,
     offset: int = 0,
+    share: Tensor | None = None,
 ) -> None:
     """p ← p(1 − weight_decay) − lr·update; ``weight_decay`` includes the learning rate.
 
     ``update`` is contiguous and may be overwritten. ``cautious`` is the gradient or None: with
     it, elements of ``update`` that disagree with it in sign are dropped and the others divided
-    by their share of all elements (Liang et al. 2024, arXiv 2411.16085). ``rounding`` and the
+    by their share of all elements (Liang et al. 2024, arXiv 2411.16085), which is given where
+    these are rows of a matrix (:func:`agreeing_share`). ``rounding`` and the
     ``offset`` of a shard's first element are those of :class:`~gefen.kernels.tasks.BlockStep` and
     its momentum.
     """
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     scratch = Scratch(dtype, param.device)
     write = _Writer(param, weight_decay, rounding, offset, scratch)
-    share = None if cautious is None else _agreeing_share(update, cautious, scratch)
+    if cautious is not None and share is None:
+        share = agreeing_share(agreeing_count(update, cautious, scratch), update.numel())
     for start, stop in _cut(0, param.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
@@ -153,24 +156,25 @@ def matrix_step(
             _subtract(values, step, lr)
 
 
-def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The masked and scaled update that a cautious :func:`matrix_step` takes, in ``dtype``."""
-    share = _agreeing_share(update, grad, Scratch(dtype, update.device))
-    return _masked(update.to(dtype), grad.to(dtype), share)
-
-
 def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
     return step * (step * grad > 0) / share
 
 
-def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
-    n = update.numel()
+def agreeing_count(update: Tensor, grad: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """How many elements agree in sign: int64, without dimensions."""
+    if scratch is None:
+        scratch = Scratch(torch.float32, update.device)
     agreeing = torch.zeros((), dtype=torch.int64, device=update.device)
-    for start, stop in _cut(0, n):
+    for start, stop in _cut(0, update.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         sign = load(grad, start, stop, scratch.take("grad", stop - start))
         agreeing += torch.count_nonzero(step * sign > 0)
-    return (agreeing / n).clamp_(min=SMALLEST_SHARE)
+    return agreeing
+
+
+def agreeing_share(count: Tensor, total: int) -> Tensor:
+    """What a cautious update is divided by: the share of elements that agree, but not tiny."""
+    return (count / total).clamp_(min=SMALLEST_SHARE)
 
 
 def _subtract_quotient(values: Tensor, step: Tensor, below: Tensor, rate: Scalar) -> None:
