@@ -6,6 +6,7 @@ from gefen import kernels
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.hybrid import GefenMuonHybrid
+from gefen.resume import prepare_load
 from gefen.routing import split_params_for_muon, validate_split
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GefenMuonHybrid",
     "__version__",
     "kernels",
+    "prepare_load",
     "split_params_for_muon",
     "validate_split",
 ]
