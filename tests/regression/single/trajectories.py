@@ -32,8 +32,12 @@ BFLOAT16_MUON = 0.99
 @dataclass(frozen=True)
 class Case:
     file: str
-    make: Callable[..., torch.optim.Optimizer]
+    make: partial[torch.optim.Optimizer]
     dtype: torch.dtype
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.make.keywords)
 
     @property
     def is_muon(self) -> bool:
