@@ -302,13 +302,13 @@ def test_an_outlier_throws_nothing_out_in_other_dtypes(dtype: torch.dtype, form:
 
 
 @pytest.mark.parametrize("form", ["default", "block"])
-def test_a_rare_row_moves_about_as_with_adamw(form: str) -> None:
-    """Words by Zipf's law, whose gradients get larger the rarer they are, as in language models."""
-    rows, width, steps = 20011, 8, 60
+@pytest.mark.parametrize(("rows", "width"), [(20011, 8), (20000, 8), (2003, 16)])
+def test_a_rare_row_moves_about_as_with_adamw(rows: int, width: int, form: str) -> None:
+    """Words by Zipf's law: a few of them are in every batch, most are in one or none."""
     weights = 1 / torch.arange(1, rows + 1)
     generator = torch.Generator().manual_seed(0)
     seen, grads = torch.zeros(rows), []
-    for number in range(steps):
+    for number in range(40):
         words = torch.multinomial(weights, 256, replacement=True, generator=generator)
         counts = torch.bincount(words, minlength=rows)[:, None]
         grads.append(random(rows, width, seed=number) * counts.sqrt() / 256)
@@ -317,12 +317,12 @@ def test_a_rare_row_moves_about_as_with_adamw(form: str) -> None:
     assert largest <= LARGEST
     ratio = ours.norm(dim=1) / adamw.norm(dim=1)
     assert (ours[seen == 0] == 0).all()
-    assert ratio[seen > 0].max() <= 5
-    assert 0.3 <= ratio[seen == 1].median() <= 2
-    assert 0.3 <= ratio[seen > 10].median() <= 2
+    assert ratio[seen > 0].max() <= 2.5
+    assert 0.8 <= ratio[seen == 1].median() <= 1.25
+    assert 0.8 <= ratio[seen > 10].median() <= 1.25
 
 
-# Sizes at the ends of float32
+# Sizes at the ends of float32: squares are within its range, but sums of 400 of them are not
 
 
 def movements(optimizer: Any, param: Tensor, grads: list[Tensor]) -> list[Tensor]:
@@ -336,7 +336,7 @@ def movements(optimizer: Any, param: Tensor, grads: list[Tensor]) -> list[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_form
-@pytest.mark.parametrize("shape", [(40, 60), (96,), (8, 4, 3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 1000), (1000, 8), (2048,), (4, 16, 5, 5)], ids=str)
 @pytest.mark.parametrize("size", [1e18, 1e-18])
 def test_extreme_gradients_move_as_with_adamw(
     size: float, shape: tuple[int, ...], form: str, dtype: torch.dtype
@@ -353,7 +353,7 @@ def test_extreme_gradients_move_as_with_adamw(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_muon
-@pytest.mark.parametrize("shape", [(40, 60), (60, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 1000), (1000, 16)], ids=str)
 @pytest.mark.parametrize("size", [1e18, 1e-18])
 def test_extreme_gradients_move_muon(
     size: float, shape: tuple[int, int], form: str, dtype: torch.dtype
