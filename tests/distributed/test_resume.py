@@ -221,7 +221,7 @@ def momenta(optimizer: Any) -> list[torch.Tensor]:
     keys = ("index", "magnitude", "exp_avg")
     entries = [optimizer.state[param] for _, param in sorted(pairs, key=itemgetter(0))]
     tensors = [entry[key] for entry in entries for key in keys if key in entry]
-    return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]
+    return [(t.full_tensor() if isinstance(t, DTensor) else t).clone() for t in tensors]
 
 
 def alone(kind: str) -> dict[str, torch.Tensor]:
