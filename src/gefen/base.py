@@ -25,6 +25,7 @@ from gefen.parameters import (
     Slot,
     check_distinct,
     check_gradient,
+    check_names,
     named,
     slots,
 )
@@ -131,6 +132,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         group["params"], names = named(group["params"])
         if names is not None:
             group["param_names"] = names
+        check_names(group)
         misplaced = sorted(group.keys() & self.options.keys())
         if misplaced:
             raise InvalidArgumentError(
