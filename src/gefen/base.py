@@ -20,7 +20,7 @@ from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
-from gefen.momentum import histogram, learn_from, reencode
+from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
     check_distinct,
@@ -42,6 +42,7 @@ from gefen.state import (
     Entry,
     advance,
     check_unchanged,
+    is_unbegun,
 )
 from gefen.steady import Steady
 
@@ -180,6 +181,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 work.settings = settings[id(work.slot.group)]
             return known
         self._steady = None
+        self._drop_unbegun()
         return [
             Work(
                 slot,
@@ -189,6 +191,13 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             )
             for slot, grad in gradients(self.param_groups, self._check)
         ]
+
+    def _drop_unbegun(self) -> None:
+        """Forget entries that say that nothing was done, which wrappers load as they are."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if is_unbegun(self.state.get(param) or {}):
+                    del self.state[param]
 
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
@@ -324,11 +333,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         for count in counts.values():
             count.add_(1)
         count = next(iter(counts.values()))
-        if learned is not None and codebook is not None:
-            for entry in entries:
-                if INDEX in entry:
-                    device = entry[INDEX].device
-                    reencode(entry[INDEX], codebook.to(device), learned.to(device))
         if learned is not None or codebook is None:
             by_device, codebook = {}, blank() if learned is None else learned
         else:
@@ -342,6 +346,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             home = device if self.capturable else count.device
             if home not in counts:
                 counts[home] = count.to(home)
+            adapt(entry, by_device[device])
             entry |= {GLOBAL_STEP: counts[home], CODEBOOK: by_device[device]}
         if learned is not None:
             self._examined = self._shared(CODEBOOK), False

@@ -32,6 +32,7 @@ from gefen.state import (
     counted_by_host,
     disagreement,
     impossible,
+    is_unbegun,
 )
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def _entry(half: Half, slot: Slot, saved: Any) -> Entry:
     if not isinstance(saved, Mapping):
         _refuse(f"the state of parameter {slot.name!r} is no dict")
     entry, counted = dict(saved), counted_by_host(saved)
-    if entry.keys() == {STEP} and isinstance(counted[STEP], int) and counted[STEP] == 0:
+    if is_unbegun(entry):
         return {}
     spec = half._spec(half._view(slot), entry)
     if STEP in spec.counts:

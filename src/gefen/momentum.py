@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gefen import kernels
 from gefen.codebook import BINS, Quantizer, solve
+from gefen.state import CODEBOOK, INDEX, Entry
 
 CHUNK = 1 << 20
 
@@ -49,3 +50,16 @@ def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:
     for start in range(0, index.numel(), CHUNK):
         part = index[start : start + CHUNK]
         part.copy_(table[part.int()])
+
+
+def adapt(entry: Entry, codebook: Tensor) -> None:
+    """Re-encode momentum of another codebook than ``codebook``.
+
+    A wrapper may put together entries of several optimizers, each of which learned its own.
+    """
+    known = entry.get(CODEBOOK)
+    if INDEX not in entry or known is None or known is codebook:
+        return
+    old, new = (book.to(entry[INDEX].device) for book in (known, codebook))
+    if not torch.equal(old, new):
+        reencode(entry[INDEX], old, new)
