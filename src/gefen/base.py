@@ -22,11 +22,12 @@ from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
 from gefen.layout import Layout, layout_of
-from gefen.momentum import histogram, learn_from, reencode
+from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
     check_distinct,
     check_gradient,
+    check_names,
     held,
     is_dtensor,
     is_shared,
@@ -49,6 +50,7 @@ from gefen.state import (
     advance,
     block_shape,
     check_unchanged,
+    is_unbegun,
 )
 from gefen.steady import Steady
 
@@ -153,6 +155,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         group["params"], names = named(group["params"])
         if names is not None:
             group["param_names"] = names
+        check_names(group)
         misplaced = sorted(group.keys() & self.options.keys())
         if misplaced:
             raise InvalidArgumentError(
@@ -200,6 +203,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 work.settings = settings[id(work.slot.group)]
             return known
         self._steady = None
+        self._drop_unbegun()
         found = gradients(self.param_groups, self._check)
         return [self._work(slot, grad, settings[id(slot.group)]) for slot, grad in found]
 
@@ -227,6 +231,13 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _agreement(self) -> Agreement | None:
         return self._joint_agreement() if self._shares() else None
+
+    def _drop_unbegun(self) -> None:
+        """Forget entries that say that nothing was done, which wrappers load as they are."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if is_unbegun(self.state.get(param) or {}):
+                    del self.state[param]
 
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
@@ -327,9 +338,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     ) -> Tensor:
         """A tensor of the state, by the shape of the whole parameter's."""
         rowwise = key in ROWWISE
-        part = torch.zeros(
-            work.layout.part(shape, rowwise), dtype=dtype, device=work.param.device
-        )
+        part = torch.zeros(work.layout.part(shape, rowwise), dtype=dtype, device=work.param.device)
         return work.layout.placed(part, rowwise)
 
     def _period(self, work: Work) -> int:
@@ -426,6 +435,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             home = device if self.capturable else count.device
             if home not in counts:
                 counts[home] = count.to(home)
+            adapt(entry, by_device[device])
             entry |= {GLOBAL_STEP: counts[home], CODEBOOK: by_device[device]}
         if learned is not None:
             self._examined = self._shared(CODEBOOK), False

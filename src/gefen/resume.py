@@ -96,9 +96,7 @@ def _names(model: nn.Module) -> dict[torch.Tensor, str]:
     """As torch.distributed.checkpoint names them: without what wrappers add."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
-    return {
-        param: next(iter(_get_fqns(model, name))) for name, param in model.named_parameters()
-    }
+    return {param: next(iter(_get_fqns(model, name))) for name, param in model.named_parameters()}
 
 
 def _held(optimizer: CheckpointedOptimizer) -> Iterator[tuple[Half, Slot]]:

@@ -162,6 +162,12 @@ def counted_by_host(entry: Mapping[str, Any]) -> Entry:
     return own
 
 
+def is_unbegun(entry: Mapping[str, Any]) -> bool:
+    """Whether ``entry`` says no more than that its parameter has taken no step."""
+    steps = counted_by_host(entry)[STEP] if entry.keys() == {STEP} else None
+    return isinstance(steps, int) and steps == 0
+
+
 def disagreement(spec: Spec, entry: Entry) -> str | None:
     """How the form of ``entry`` differs from ``spec``, in words; None where it does not."""
     expected = {*spec.counts, *spec.tensors}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+
 from gefen.distributed.mesh import all_gather_tensor
 
 if TYPE_CHECKING:

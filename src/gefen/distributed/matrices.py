@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from gefen.distributed import stepping
 from gefen.distributed.diagnosis import first_few
 from gefen.distributed.shards import own_part
 from gefen.distributed.stepping import Matrix, StepFailure
 from gefen.kernels.reference import agreeing_count, agreeing_share
-from gefen.parameters import held, is_shared, slots
+from gefen.parameters import held, slots
 from gefen.state import NORMUON_V
 
 if TYPE_CHECKING:
@@ -164,9 +163,7 @@ def _warn(muon: GefenMuon, works: Sequence[Work]) -> None:
         )
 
 
-def _shares(
-    muon: GefenMuon, pending: Pending, failure: StepFailure
-) -> dict[Tensor, Tensor]:
+def _shares(muon: GefenMuon, pending: Pending, failure: StepFailure) -> dict[Tensor, Tensor]:
     """Of the elements of all rows, how many agree in sign with the gradient. Collective."""
     updates = {work.key: update for work, update in pending if work.settings["cautious"]}
     works = [work for work, _ in pending if work.key in updates]
