@@ -10,7 +10,7 @@ import pytest
 
 import gefen
 
-# Names, order, kinds and defaults of gefen-x 0.5.0: before "*" arguments are positional or
+# Names, order, kinds and defaults of gefen-x 0.5.0, then what is new: before "*" arguments are positional or
 # keywords, after it keywords only; "**" takes any others.
 REQUIRED = inspect.Parameter.empty
 QUANTISED = {"deterministic": False, "capturable": False, "verbose": False}
@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "codebook_refresh_every": 0,
         "stochastic_round": False,
         **QUANTISED,
+        "maximize": False,
     },
     "GefenMuon": {
         "params": REQUIRED,
@@ -60,6 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "cautious": False,
         "capturable": False,
         "verbose": False,
+        "maximize": False,
     },
     "GefenMuonHybrid": {
         "muon_named_params": REQUIRED,

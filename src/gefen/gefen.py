@@ -14,12 +14,13 @@ from gefen import kernels
 from gefen.base import QuantisedOptimizer, Work
 from gefen.blocks import find_period
 from gefen.errors import InvalidArgumentError
+from gefen.group_keys import Options
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
 from gefen.parameters import Slot, is_dtensor
 from gefen.state import MAGNITUDE, STEP, V_COL, V_ROW, Entry, Spec, V, momentum_spec
 
 
-class Gefen(QuantisedOptimizer):
+class Gefen(Options, QuantisedOptimizer):
     """AdamW with quantised momentum and shared or factored second moments.
 
     A drop-in for :class:`torch.optim.AdamW`: float32, bfloat16, float16 and float64 parameters
@@ -66,13 +67,14 @@ class Gefen(QuantisedOptimizer):
     checks: ClassVar[dict[str, check.Check]] = {
         "lr": check.learning_rate,
         "betas": check.betas,
-        "eps": check.at_least_zero,
+        "eps": check.divisor,
         "weight_decay": check.at_least_zero,
         "force_1d_period_one": check.flag,
         "force_2d_period_one": check.flag,
         "period_one_substrings": check.strings,
         "factored_v_2d": check.flag,
         "stochastic_round": check.flag,
+        "maximize": check.flag,
     }
     option_checks: ClassVar[dict[str, check.Check]] = {
         **QuantisedOptimizer.option_checks,
@@ -97,12 +99,36 @@ class Gefen(QuantisedOptimizer):
         deterministic: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
     ) -> None:
+        if capturable and codebook_refresh_every:
+            check.refuse(
+                "codebook_refresh_every",
+                codebook_refresh_every,
+                "0 with capturable=True: a captured step learns no codebook",
+            )
         super().__init__(params, locals())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the base class, see :class:`~gefen.group_keys.KnownKeys`."""
+        if isinstance(param_group, dict):
+            self._check_rounding({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_rounding(self, settings: Mapping[str, Any]) -> None:
+        if self.deterministic and settings["stochastic_round"] and settings["factored_v_2d"]:
+            check.refuse(
+                "stochastic_round",
+                True,
+                "False with deterministic=True and factored_v_2d=True, as in gefen-x; or pass "
+                "factored_v_2d=False",
+            )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # torch.distributed.checkpoint loses collections that are empty.
-        return super()._resumed({"period_one_substrings": (), **settings})
+        resumed = super()._resumed({"period_one_substrings": (), **settings})
+        self._check_rounding(resumed)
+        return resumed
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
@@ -119,7 +145,10 @@ class Gefen(QuantisedOptimizer):
         forced = (
             (dimensions == 1 and settings["force_1d_period_one"])
             or (dimensions == 2 and settings["force_2d_period_one"])
-            or any(part in work.slot.name for part in settings["period_one_substrings"])
+            or any(
+                part.lower() in work.slot.name.lower()
+                for part in settings["period_one_substrings"]
+            )
         )
         return 1 if forced else find_period(work.grad, self.options["deterministic"])
 

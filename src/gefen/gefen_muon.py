@@ -15,6 +15,7 @@ from gefen import kernels
 from gefen.base import Plan, QuantisedOptimizer, Work
 from gefen.blocks import find_period
 from gefen.errors import UnsupportedFeatureError, UnsupportedParameterError
+from gefen.group_keys import Options
 from gefen.kernels.reference import matrix_step
 from gefen.kernels.tasks import DenseMomentum, wide
 from gefen.momentum import learn_from
@@ -57,7 +58,7 @@ def _schedule(name: str, value: Any) -> str | Schedule | None:
     return value if value is None or isinstance(value, str) else resolved
 
 
-class GefenMuon(QuantisedOptimizer):
+class GefenMuon(Options, QuantisedOptimizer):
     """Muon with quantised momentum, for matrices; others are refused by name.
 
     The update of a matrix is its momentum with all singular values brought near 1 by
@@ -95,7 +96,7 @@ class GefenMuon(QuantisedOptimizer):
         "momentum": check.decay_rate,
         "nesterov": check.flag,
         "ns_coefficients": _coefficients,
-        "eps": check.above_zero,
+        "eps": check.divisor,
         "ns_steps": _steps,
         "ns_schedule": _schedule,
         "adjust_lr_fn": check.one_of(None, "original", "match_rms_adamw"),
@@ -107,8 +108,9 @@ class GefenMuon(QuantisedOptimizer):
         "stochastic_round": check.flag,
         "normuon": check.flag,
         "normuon_beta2": check.decay_rate,
-        "normuon_eps": check.at_least_zero,
+        "normuon_eps": check.divisor,
         "cautious": check.flag,
+        "maximize": check.flag,
     }
 
     deciding = ("normuon", "sharded_mode")
@@ -140,6 +142,7 @@ class GefenMuon(QuantisedOptimizer):
         cautious: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
     ) -> None:
         self._wholes: WholeMatrices | None = None
         self._owners: dict[Tensor, int] = {}
@@ -317,10 +320,11 @@ class GefenMuon(QuantisedOptimizer):
         """Step ``work.param``, a matrix of ``shape`` or a shard of one."""
         settings = work.settings
         lr = wide(settings["lr"])
+        ratio = lr_ratio(shape, settings["adjust_lr_fn"])
         matrix_step(
             work.param.detach(),
             update,
-            lr=lr * lr_ratio(shape, settings["adjust_lr_fn"]),
+            lr=lr * (-ratio if settings["maximize"] else ratio),
             weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
             cautious=work.grad if settings["cautious"] and not masked else None,
         )
