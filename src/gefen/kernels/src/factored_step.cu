@@ -163,7 +163,7 @@ extern "C" __launch_bounds__(THREADS) __global__ void factor_means(const void* m
     }
 }
 
-// Roots of the row factors, over the mean of all rows. An item is a task.
+// Roots of the row factors, over the mean of all columns. An item is a task.
 extern "C" __launch_bounds__(THREADS) __global__ void factor_roots(const void* memory,
                                                                    long long items) {
     SHARED(Sums, shared);
@@ -172,9 +172,9 @@ extern "C" __launch_bounds__(THREADS) __global__ void factor_roots(const void* m
         const Factors& task = table.tasks[item];
         float sum = 0.0f;
 #pragma unroll 4
-        for (long long i = threadIdx.x; i < task.rows; i += THREADS) sum += task.row[i];
+        for (long long i = threadIdx.x; i < task.columns; i += THREADS) sum += task.column[i];
         sum = joined_threads({0, sum}, shared.warps).total;
-        const float total = sum / (float)task.rows * task.correction2;
+        const float total = sum / (float)task.columns * task.correction2;
         const float mean = total < TINY ? TINY : total;
 #pragma unroll 4
         for (long long i = threadIdx.x; i < task.rows; i += THREADS) {
