@@ -51,6 +51,7 @@ BAD_SETTINGS = [
             "capturable",
             "verbose",
             "maximize",
+            "bf16_stochastic_round",
         )
     ],
 ]

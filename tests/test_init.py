@@ -13,6 +13,7 @@ import gefen
 # Names, order, kinds and defaults of gefen-x 0.5.0, then what is new: before "*" arguments are positional or
 # keywords, after it keywords only; "**" takes any others.
 REQUIRED = inspect.Parameter.empty
+NEW = {"maximize": False, "bf16_stochastic_round": False}
 QUANTISED = {"deterministic": False, "capturable": False, "verbose": False}
 SHARDED = {
     "sharded_mode": "exact",
@@ -39,7 +40,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "codebook_refresh_every": 0,
         "stochastic_round": False,
         **QUANTISED,
-        "maximize": False,
+        **NEW,
     },
     "GefenMuon": {
         "params": REQUIRED,
@@ -61,7 +62,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "cautious": False,
         "capturable": False,
         "verbose": False,
-        "maximize": False,
+        **NEW,
     },
     "GefenMuonHybrid": {
         "muon_named_params": REQUIRED,

@@ -75,6 +75,7 @@ class Gefen(Options, QuantisedOptimizer):
         "factored_v_2d": check.flag,
         "stochastic_round": check.flag,
         "maximize": check.flag,
+        "bf16_stochastic_round": check.flag,
     }
     option_checks: ClassVar[dict[str, check.Check]] = {
         **QuantisedOptimizer.option_checks,
@@ -100,6 +101,7 @@ class Gefen(Options, QuantisedOptimizer):
         capturable: bool = False,
         verbose: bool = False,
         maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         if capturable and codebook_refresh_every:
             check.refuse(
@@ -183,11 +185,14 @@ class Gefen(Options, QuantisedOptimizer):
                 settings = work.settings
                 adam = _adam(settings, step)
             momentum = self._momentum(work, adam.beta1)
+            task: BlockStep | FactoredStep
             if V in entry:
-                blocks.append(BlockStep(work.param, momentum, entry[V], adam))
+                blocks.append(task := BlockStep(work.param, momentum, entry[V], adam))
             else:
                 rows, columns = entry[V_ROW], entry[V_COL]
-                factored.append(FactoredStep(work.param, momentum, rows, columns, adam))
+                task = FactoredStep(work.param, momentum, rows, columns, adam)
+                factored.append(task)
+            task.rounding = self._rounding(work)
         kernels.block_step(blocks, self.options["fused"])
         kernels.factored_step(factored, self.options["fused"])
 
@@ -198,4 +203,12 @@ def _same(step: int | Tensor, other: int | Tensor) -> bool:
 
 def _adam(settings: dict[str, Any], step: Any) -> Adam:
     beta1, beta2 = settings["betas"]
-    return Adam(settings["lr"], settings["weight_decay"], settings["eps"], beta1, beta2, step)
+    return Adam(
+        settings["lr"],
+        settings["weight_decay"],
+        settings["eps"],
+        beta1,
+        beta2,
+        step,
+        settings["maximize"],
+    )

@@ -111,6 +111,7 @@ class GefenMuon(Options, QuantisedOptimizer):
         "normuon_eps": check.divisor,
         "cautious": check.flag,
         "maximize": check.flag,
+        "bf16_stochastic_round": check.flag,
     }
 
     deciding = ("normuon", "sharded_mode")
@@ -143,6 +144,7 @@ class GefenMuon(Options, QuantisedOptimizer):
         capturable: bool = False,
         verbose: bool = False,
         maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         self._wholes: WholeMatrices | None = None
         self._owners: dict[Tensor, int] = {}
@@ -327,6 +329,7 @@ class GefenMuon(Options, QuantisedOptimizer):
             lr=lr * (-ratio if settings["maximize"] else ratio),
             weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
             cautious=work.grad if settings["cautious"] and not masked else None,
+            rounding=self._rounding(work),
         )
 
 

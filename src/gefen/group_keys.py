@@ -6,11 +6,18 @@ A key that no optimizer knows is the user's own and stays in its group, as in to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check
+from gefen.kernels.tasks import Seed
+from gefen.state import GLOBAL_STEP
+
+if TYPE_CHECKING:
+    from gefen.base import Work
 
 _ADAMW = "pass a group that needs it to torch.optim.AdamW instead"
 
@@ -23,7 +30,8 @@ INERT: dict[str, tuple[tuple[object, ...], str]] = {
 """Keys of torch's AdamW with the values that ask for nothing, and what to do about others."""
 
 _GEFENS = (
-    "betas eps factored_v_2d force_1d_period_one force_2d_period_one period_one_substrings"
+    "betas eps factored_v_2d force_1d_period_one force_2d_period_one period_one_substrings "
+    "codebook_refresh_every"
 ).split()
 _MUONS = (
     "momentum nesterov ns_coefficients ns_steps ns_schedule adjust_lr_fn sharded_mode fp8_ns "
@@ -159,3 +167,10 @@ class Options(KnownKeys):
                 "group's value to go on by other sums"
             )
         return super()._resumed(settings) | {"deterministic": self.deterministic}
+
+    def _rounding(self, work: Work) -> Seed | None:
+        """What the values of a bfloat16 parameter are rounded by, if not to the nearest."""
+        if not work.settings["bf16_stochastic_round"] or work.param.dtype != torch.bfloat16:
+            return None
+        count = work.entry[GLOBAL_STEP]
+        return count if self.capturable else int(count), work.slot.number
