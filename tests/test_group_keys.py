@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import gradients, start, train
 
-from gefen import Gefen, GefenMuon
+from gefen import Gefen, GefenMuon, GefenMuonHybrid
 from gefen.backup import BackupAdamW
 from gefen.errors import CheckpointError, InvalidArgumentError
 
@@ -43,6 +43,27 @@ def test_beta1_written_later_is_not_ignored(kind: str, own: str) -> None:
     param.grad = torch.ones(SHAPE)
     with pytest.raises(InvalidArgumentError, match=rf"beta1=0\.5.*set group\['{own}"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("backup", ["gefen", "adamw"])
+def test_groups_of_a_hybrid(backup: str) -> None:
+    pairs = [("a.weight", start(SHAPE)), ("a.LayerNorm", start((4,)))]
+    chosen = {"lr": 0.1, "weight_decay": 0.3, "no_decay_substrings": ("layernorm",)}
+    optimizer = GefenMuonHybrid(pairs, backup_optimizer=backup, maximize=True, **chosen)
+    assert (optimizer.backup_optimizer, optimizer.capturable) == (backup, False)
+    assert GefenMuonHybrid(pairs, fused=False, **chosen).fused is False
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert all(group["maximize"] for group in optimizer.param_groups)
+    optimizer.add_param_group({"params": [("b.bias", start((3,)))], "beta1": 0.5})
+    assert optimizer.param_groups[2]["betas"] == (0.5, 0.999)
+    with pytest.raises(InvalidArgumentError, match="beta2"):
+        optimizer.add_param_group({"params": [("b.weight", start(SHAPE))], "beta2": 0.5})
+    optimizer.param_groups[1]["beta1"] = 0.5
+    pairs[0][1].grad = torch.ones(SHAPE)
+    before = pairs[0][1].detach().clone()
+    with pytest.raises(InvalidArgumentError, match=r"beta1=0\.5.*group\['betas'\]"):
+        optimizer.step()
+    assert torch.equal(pairs[0][1], before)
 
 
 @pytest.mark.parametrize("key", ["beta1", "betas"])

@@ -94,6 +94,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "cautious": False,
         "capturable": False,
         "verbose": False,
+        **NEW,
     },
     "GefenMuonHybrid.from_model": {
         "model": REQUIRED,
