@@ -10,8 +10,8 @@ import pytest
 
 import gefen
 
-# Names, order, kinds and defaults of gefen-x 0.5.0, then what is new: before "*" arguments are positional or
-# keywords, after it keywords only; "**" takes any others.
+# Names, order, kinds and defaults of gefen-x 0.5.0, then what is new: before "*" arguments are
+# positional or keywords, after it keywords only; "**" takes any others.
 REQUIRED = inspect.Parameter.empty
 NEW = {"maximize": False, "bf16_stochastic_round": False}
 QUANTISED = {"deterministic": False, "capturable": False, "verbose": False}

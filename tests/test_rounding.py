@@ -90,8 +90,6 @@ def test_groups_have_their_own() -> None:
 
 def test_adamw_as_backup_cannot() -> None:
     with pytest.raises(UnsupportedFeatureError, match="backup_optimizer='gefen'"):
-        GefenMuonHybrid(
-            model(), lr=1e-3, backup_optimizer="adamw", bf16_stochastic_round=True
-        )
+        GefenMuonHybrid(model(), lr=1e-3, backup_optimizer="adamw", bf16_stochastic_round=True)
     with pytest.raises(InvalidArgumentError, match="bf16_stochastic_round=1"):
         GefenMuonHybrid(model(), lr=1e-3, backup_optimizer="adamw", bf16_stochastic_round=1)

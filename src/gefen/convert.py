@@ -30,15 +30,12 @@ from gefen.state import (
 )
 
 _METADATA = "_gefen_checkpoint_metadata"
-_SAME = ("lr", "eps", "weight_decay")
-_MUONS = (
-    "momentum nesterov ns_steps adjust_lr_fn sharded_mode fp8_ns fp8_ns_compile batched_ns "
-    "batched_ns_workspace_bytes normuon normuon_beta2 normuon_eps cautious"
-).split()
 _OWN = {"name", "params", "param_names", "param_names_synthesized", "beta1", "beta2", _METADATA}
+_NEEDED = {"step", "automatic_period", "m_codebook", "m_magnitude"}
 _KNOWN = {
-    *("name automatic_period step m_codebook m_magnitude vmean vmean_step".split()),
-    *("v_row v_col factored_step normuon_v normuon_step".split()),
+    *_NEEDED,
+    *("name", "vmean", "vmean_step", "v_row", "v_col", "factored_step"),
+    *("normuon_v", "normuon_step"),
 }
 
 
@@ -143,7 +140,9 @@ def _kind(group: Mapping[str, Any], mark: str) -> str:
 
 def _shared(part: Mapping[str, Any]) -> Entry:
     """Codebook and count of an optimizer; nothing before its first step, or for AdamW."""
-    metadata = next((g[_METADATA] for g in part["param_groups"] if _METADATA in g), {})
+    metadata: Mapping[str, Any] = next(
+        (g[_METADATA] for g in part["param_groups"] if _METADATA in g), {}
+    )
     codebook = part.get("gefen_codebook", metadata.get("codebook"))
     count = part.get("gefen_global_step", metadata.get("global_step"))
     if codebook is None or count is None:
@@ -162,9 +161,9 @@ def _settings(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         settings["betas"] = (group["beta1"], group["beta2"])
     else:
         settings |= _schedule(group)
-    names, own_names = group.get("param_names"), own.get("param_names")
+    names, own_names = group.get("param_names"), own.get("param_names") or []
     if names and not all(group.get("param_names_synthesized") or [False]):
-        same = own_names and [n.lower() for n in own_names] == [n.lower() for n in names]
+        same = [n.lower() for n in own_names] == [n.lower() for n in names]
         settings["param_names"] = list(own_names if same else names)
     return settings
 
@@ -190,10 +189,9 @@ def _entry(
     if "exp_avg" in saved:
         return dict(saved)
     strange = saved.keys() - _KNOWN
-    needed = {"step", "automatic_period", "m_codebook", "m_magnitude"}
-    if strange or not needed <= saved.keys() or not shared:
+    if strange or not saved.keys() >= _NEEDED or not shared:
         _refuse(
-            f"the state of {label} has {sorted(map(str, saved))}, expected {sorted(needed)} and "
+            f"the state of {label} has {sorted(map(str, saved))}, expected {sorted(_NEEDED)} and "
             "second moments, with a codebook beside"
         )
     period = int(saved["automatic_period"])

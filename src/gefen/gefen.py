@@ -35,10 +35,16 @@ class Gefen(Options, QuantisedOptimizer):
     Settings of a group:
 
     - ``lr`` ≥ 0, or a tensor with one element that may be changed in place; ``betas`` in
-      [0, 1); ``eps`` ≥ 0; ``weight_decay`` ≥ 0, decoupled as in AdamW.
+      [0, 1), which gefen-x's keys ``beta1`` and ``beta2`` of a group become; ``eps`` ≥ 2^-126;
+      ``weight_decay`` ≥ 0, decoupled as in AdamW.
+    - ``maximize``: go up the gradient; weights still decay towards zero.
+    - ``bf16_stochastic_round``: write bfloat16 parameters rounded up or down at random by
+      distance, once a step, so that updates and decay below half a unit in the last place are
+      not lost. Repeatable, and equal on replicas. Other dtypes are not affected.
     - ``factored_v_2d``: factored second moments for matrices.
     - ``force_1d_period_one``, ``force_2d_period_one``, ``period_one_substrings``: magnitudes
-      for every single element of vectors, of matrices, of parameters whose name contains one.
+      for every single element of vectors, of matrices, of parameters whose name contains one, in
+      any case.
     - ``stochastic_round``: round the momentum up or down at random by distance, rather than to
       the nearest entry; a resumed run repeats the same numbers.
 

@@ -82,7 +82,10 @@ class GefenMuon(Options, QuantisedOptimizer):
       ``batched_ns_workspace_bytes``; the results are those of single ones.
     - ``stochastic_round``: as in :class:`~gefen.Gefen`.
     - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
-    - ``fp8_ns``: not available yet; ``fp8_ns_compile`` only concerns it.
+    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 256,
+      on every device; see :mod:`gefen.fp8`. ``fp8_ns_compile`` changes nothing: there is nothing
+      to compile.
+    - ``maximize`` and ``bf16_stochastic_round``: as in :class:`~gefen.Gefen`.
 
     Settings of the optimizer, and errors: as in :class:`~gefen.Gefen`. ``capturable`` cannot step
     matrices that ranks share, other than with ``sharded_mode="approx"``.
@@ -101,7 +104,7 @@ class GefenMuon(Options, QuantisedOptimizer):
         "ns_schedule": _schedule,
         "adjust_lr_fn": check.one_of(None, "original", "match_rms_adamw"),
         "sharded_mode": check.one_of("exact", "distributed", "approx"),
-        "fp8_ns": check.unavailable,
+        "fp8_ns": check.flag,
         "fp8_ns_compile": check.flag,
         "batched_ns": check.flag,
         "batched_ns_workspace_bytes": check.whole,
@@ -284,7 +287,8 @@ class GefenMuon(Options, QuantisedOptimizer):
         for bucket in _buckets(works):
             dense = self._directions(bucket)
             settings = bucket[0].settings
-            updates = orthogonalise(dense, _resolved(settings), settings["eps"])
+            schedule, eps = _resolved(settings), settings["eps"]
+            updates = orthogonalise(dense, schedule, eps, settings["fp8_ns"])
             for work, update in zip(bucket, updates.view_as(dense), strict=True):
                 yield work, self._evened(work, update)
 
@@ -345,7 +349,13 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
         settings, param = work.settings, work.param
         key: Any = number
         if settings["batched_ns"]:
-            key = (param.shape, param.device, _resolved(settings), settings["eps"])
+            key = (
+                param.shape,
+                param.device,
+                _resolved(settings),
+                settings["eps"],
+                settings["fp8_ns"],
+            )
         alike.setdefault(key, []).append(work)
     for group in alike.values():
         fitting = group[0].settings["batched_ns_workspace_bytes"] // _workspace(group[0].param)

@@ -1,6 +1,7 @@
-"""Keys of parameter groups that other optimizers know: each takes effect here, or raises.
+"""Keys of parameter groups that AdamW, SGD and Muon of torch, or gefen-x know.
 
-A key that no optimizer knows is the user's own and stays in its group, as in torch.optim.
+Each takes effect here, or raises. All other keys are the user's own and stay in their group, as in
+torch.optim: schedulers and wrappers such as SAM keep settings of theirs there.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ if TYPE_CHECKING:
 _ADAMW = "pass a group that needs it to torch.optim.AdamW instead"
 
 INERT: dict[str, tuple[tuple[object, ...], str]] = {
-    "amsgrad": ((False,), f"there is no second moment per element to keep the largest of; {_ADAMW}"),
+    "amsgrad": (
+        (False,),
+        f"there is no second moment per element to keep the largest of; {_ADAMW}",
+    ),
     "differentiable": ((False,), "a step is not differentiable; leave it out"),
     "foreach": ((None, False), "parameters are always stepped together; leave it out"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled; add L2 to the loss"),
 }
 """Keys of torch's AdamW with the values that ask for nothing, and what to do about others."""
 
+# fmt: off
 _GEFENS = (
-    "betas eps factored_v_2d force_1d_period_one force_2d_period_one period_one_substrings "
-    "codebook_refresh_every"
-).split()
+    "betas", "eps", "factored_v_2d", "force_1d_period_one", "force_2d_period_one",
+    "period_one_substrings", "codebook_refresh_every",
+)
 _MUONS = (
-    "momentum nesterov ns_coefficients ns_steps ns_schedule adjust_lr_fn sharded_mode fp8_ns "
-    "fp8_ns_compile batched_ns batched_ns_workspace_bytes normuon normuon_beta2 normuon_eps "
-    "cautious"
-).split()
-_TORCHS = (
-    "alpha beta2_decay centered d dampening etas initial_accumulator_value lambd lr_decay "
-    "momentum_decay rho step_sizes t0"
-).split()
+    "momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_schedule", "adjust_lr_fn",
+    "sharded_mode", "fp8_ns", "fp8_ns_compile", "batched_ns", "batched_ns_workspace_bytes",
+    "normuon", "normuon_beta2", "normuon_eps", "cautious",
+)
+# fmt: on
 
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(_GEFENS, "Gefen"),
     **dict.fromkeys(_MUONS, "GefenMuon"),
-    **dict.fromkeys(_TORCHS, "optimizers of torch.optim"),
+    "dampening": "torch.optim.SGD",
 }
 """Settings, and an optimizer that has them.
 
@@ -72,9 +74,8 @@ class KnownKeys(Half):
             group = self._with_betas(param_group)
             for key in group.keys() & ELSEWHERE.keys() - self.defaults.keys():
                 raise InvalidArgumentError(
-                    f"Invalid {key}={group[key]!r} in a parameter group: {ELSEWHERE[key]} "
-                    f"ha{'ve' if ' ' in ELSEWHERE[key] else 's'} this setting, "
-                    f"{type(self).__name__} does not; leave it out"
+                    f"Invalid {key}={group[key]!r} in a parameter group: {ELSEWHERE[key]} has "
+                    f"this setting, {type(self).__name__} does not; leave it out"
                 )
             self._check_keys(group)
         super().add_param_group(group)  # type: ignore[misc]

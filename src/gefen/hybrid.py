@@ -240,8 +240,8 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
     if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
         if check.flag("bf16_stochastic_round", given["bf16_stochastic_round"]):
             raise UnsupportedFeatureError(
-                "bf16_stochastic_round=True with backup_optimizer='adamw': torch's AdamW rounds to "
-                "the nearest; pass backup_optimizer='gefen'"
+                "bf16_stochastic_round=True with backup_optimizer='adamw': torch's AdamW rounds "
+                "to the nearest; pass backup_optimizer='gefen'"
             )
         checks = {**BackupAdamW.checks, "capturable": check.flag, "maximize": check.flag}
         return _maker(BackupAdamW, checks, given | own)

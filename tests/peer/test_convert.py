@@ -149,7 +149,7 @@ def test_what_gefen_x_does_not_save_stays() -> None:
 
 def test_deterministic_is_compared() -> None:
     params, _, found = rebuilt("gefen-deterministic")
-    with pytest.raises(CheckpointError, match="deterministic=True.*deterministic=False"):
+    with pytest.raises(CheckpointError, match=r"deterministic=True.*deterministic=False"):
         load(Gefen(params.items()), found["state_dict"])
 
 
@@ -181,7 +181,7 @@ def test_tensors_that_count_become_numbers() -> None:
 
 
 def test_before_the_first_step() -> None:
-    params, optimizer, found = rebuilt("gefen")
+    _, optimizer, found = rebuilt("gefen")
     saved = copy.deepcopy(found["state_dict"])
     saved |= {"gefen_codebook": None, "gefen_global_step": 0}
     saved["state"] = {key: {"name": "x"} for key in saved["state"]}
