@@ -14,7 +14,6 @@ from gefen import Gefen, GefenMuon, GefenMuonHybrid, split_params_for_muon
 from gefen.errors import (
     CheckpointError,
     InvalidArgumentError,
-    UnsupportedFeatureError,
     UnsupportedParameterError,
 )
 
@@ -357,12 +356,6 @@ def test_bad_parameters_are_named() -> None:
         GefenMuonHybrid(model, backup, lr=0.1)
     with pytest.raises(TypeError, match="lr"):
         GefenMuonHybrid(model)  # type: ignore[call-arg]
-
-
-@BACKUPS
-def test_what_is_not_available_is_refused(backup: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="fp8_ns=True is not available"):
-        GefenMuonHybrid(net(), lr=0.1, backup_optimizer=backup, fp8_ns=True)
 
 
 @BACKUPS

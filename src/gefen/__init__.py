@@ -1,8 +1,11 @@
 """AdamW and Muon at about one byte of optimizer state per parameter."""
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
-from gefen import kernels
+from gefen import installed, kernels
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.hybrid import GefenMuonHybrid
@@ -20,7 +23,20 @@ __all__ = [
     "validate_split",
 ]
 
+__distribution__ = installed.OWN
+
 try:
-    __version__ = version("gefen-cuda")
+    __version__ = version(__distribution__)
 except PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0+unknown"
+
+if mixed := installed.beside(Path(__file__).parent):
+    warnings.warn(mixed, stacklevel=2)
+
+
+def __getattr__(name: str) -> Any:
+    from gefen.unavailable import NAMES
+
+    if name in NAMES:
+        return NAMES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

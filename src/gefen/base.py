@@ -22,7 +22,7 @@ from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
 from gefen.layout import Layout, layout_of
-from gefen.momentum import adapt, histogram, learn_from
+from gefen.momentum import adapt, histogram, learn_from, reencode
 from gefen.parameters import (
     Slot,
     check_distinct,
@@ -466,9 +466,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
-        entry, codebook, offset = work.entry, work.entry[CODEBOOK], 0
-        if work.layout.in_rows:
-            offset = work.layout.first * row_length(work.layout.shape)
+        entry, codebook = work.entry, work.entry[CODEBOOK]
         return Momentum(
             work.grad,
             held(entry[INDEX]),
@@ -478,8 +476,13 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             self._quantizer(codebook),
             torch.float64 if work.param.dtype is torch.float64 else torch.float32,
             self._seed(work) if work.settings["stochastic_round"] else None,
-            offset,
+            self._offset(work),
         )
+
+    def _offset(self, work: Work) -> int:
+        """Elements of the whole parameter before those that a work has."""
+        layout = work.layout
+        return layout.first * row_length(layout.shape) if layout.in_rows else 0
 
     def _seed(self, work: Work) -> tuple[int | Tensor, int]:
         """What the random numbers of a parameter in this step depend on."""

@@ -14,7 +14,7 @@ from gefen import hyperparameters as check
 from gefen.backup import BackupAdamW
 from gefen.base import stepped
 from gefen.checkpoint import CheckpointedOptimizer
-from gefen.errors import InvalidArgumentError
+from gefen.errors import InvalidArgumentError, UnsupportedFeatureError
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.parameters import is_shared, slots
@@ -41,7 +41,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     ``lr`` and ``weight_decay`` hold for both halves, unless ``muon_lr``, ``backup_lr``,
     ``muon_weight_decay`` or ``backup_weight_decay`` are given. ``betas``, ``eps``,
     ``backup_1d_period_one``, ``backup_2d_period_one`` and ``no_decay_substrings`` (parts of
-    names that get no weight decay) are the backup's; the rest are those of
+    names, in any case, that get no weight decay) are the backup's; the rest are those of
     :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
     "adamw" (torch's, whose state has the parameters' dtypes).
 
@@ -90,6 +90,8 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         cautious: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         given = locals()
         self._backup_substrings = _substrings(backup_substrings, backup_named_params)
@@ -110,6 +112,21 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    @property
+    def backup_optimizer(self) -> str:
+        """What new backup parameters get: "gefen" or "adamw"."""
+        return "adamw" if self._make_backup.func is BackupAdamW else "gefen"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether counts and tensor rates stay on the device, unread."""
+        return bool(self._make_muon.keywords["capturable"])
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels were asked for."""
+        return bool(self._make_muon.keywords["fused"])
 
     @classmethod
     def from_model(
@@ -222,7 +239,12 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
         name = f"backup_{dimensions}_period_one"
         own[f"force_{dimensions}_period_one"] = check.flag(name, given[name])
     if check.one_of("gefen", "adamw")("backup_optimizer", given["backup_optimizer"]) == "adamw":
-        checks = {**BackupAdamW.checks, "capturable": check.flag}
+        if check.flag("bf16_stochastic_round", given["bf16_stochastic_round"]):
+            raise UnsupportedFeatureError(
+                "bf16_stochastic_round=True with backup_optimizer='adamw': torch's AdamW rounds "
+                "to the nearest; pass backup_optimizer='gefen'"
+            )
+        checks = {**BackupAdamW.checks, "capturable": check.flag, "maximize": check.flag}
         return _maker(BackupAdamW, checks, given | own)
     own["factored_v_2d"] = False
     return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)
@@ -246,8 +268,9 @@ def _by_decay(params: NamedParams, no_decay: tuple[str, ...]) -> list[dict[str, 
     """One group of parameters with the default weight decay, one without any."""
     rest: NamedParams = []
     exempt: NamedParams = []
+    parts = [part.lower() for part in no_decay]
     for name, param in params:
-        (exempt if any(part in name for part in no_decay) else rest).append((name, param))
+        (exempt if any(part in name.lower() for part in parts) else rest).append((name, param))
     groups: list[dict[str, Any]] = [{"params": rest}, {"params": exempt, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
