@@ -6,7 +6,7 @@ from gefen import kernels
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.hybrid import GefenMuonHybrid
-from gefen.routing import split_params_for_muon, validate_split
+from gefen.routing import routing_table, split_params_for_muon, validate_split
 
 __all__ = [
     "Gefen",
@@ -14,6 +14,7 @@ __all__ = [
     "GefenMuonHybrid",
     "__version__",
     "kernels",
+    "routing_table",
     "split_params_for_muon",
     "validate_split",
 ]
