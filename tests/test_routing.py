@@ -194,3 +194,15 @@ def test_bad_sides_are_refused(sides: Any, message: str) -> None:
         split_params_for_muon(Model(), sides=sides)
     with pytest.raises(InvalidArgumentError, match=message):
         GefenMuonHybrid.from_model(Model(), lr=0.1, sides=sides)
+
+
+def test_wrappers_in_names_change_nothing() -> None:
+    model = nn.ModuleDict({"decoder": nn.Linear(8, 9), "inner": nn.Linear(8, 8)})
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})
+    for chosen, sides in (
+        (None, ["backup", "muon"]),
+        ({"inner.weight": "backup"}, ["backup"] * 2),
+    ):
+        for module in (model, wrapped):
+            table = routing_table(module, sides=chosen)
+            assert [r.side for r in table if r.name.endswith("weight")] == sides

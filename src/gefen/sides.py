@@ -38,6 +38,9 @@ EXPERTS = frozenset(
 )
 """What a tensor with one matrix for each expert is called."""
 
+WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Modules that DDP, torch.compile, FSDP1 and activation checkpointing put around others."""
+
 _NO_WEIGHT = re.compile(
     r"bias|(^|_)log($|_)|_table$|(^|_)pos(_|$)|position|embed|token|quer(y|ies)$|scale|gamma|"
     r"^beta|latent|mask|prompt|prefix|sink|^lambda|codebook|codevector|norm",
@@ -170,11 +173,20 @@ def check_sides(sides: Sides | None) -> Sides | None:
 def check_all_meant(sides: Sides | None, names: list[str]) -> None:
     """Raise where ``sides`` names what is not there."""
     for pattern in sides if isinstance(sides, Mapping) else ():
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(_matches(name, pattern) for name in names):
             raise InvalidArgumentError(
                 f"Invalid sides: no parameter is called {pattern!r}; names are those of "
                 "model.named_parameters(), and '*' stands for any part of one"
             )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_plain(name), pattern)
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put in front or between."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _check_side(name: str, side: object) -> str:
@@ -186,7 +198,7 @@ def _check_side(name: str, side: object) -> str:
 def _chosen(subject: Subject, sides: Sides | None) -> Decision | None:
     side: str | None = None
     if isinstance(sides, Mapping):
-        side = next((s for key, s in sides.items() if fnmatchcase(subject.name, key)), None)
+        side = next((s for key, s in sides.items() if _matches(subject.name, key)), None)
     elif sides is not None:
         side = sides(subject.name, subject.param)
     return None if side is None else (_check_side(subject.name, side), "chosen by the caller")
@@ -237,7 +249,7 @@ def _head(subject: Subject) -> str | None:
     if subject.head is not None:
         return subject.head
     for name in subject.names:
-        *path, attribute = name.split(".")
+        *path, attribute = _plain(name).split(".")
         if not path or "weight" not in attribute:
             continue
         alone = not any(part.isdigit() for part in path)
