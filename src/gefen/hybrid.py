@@ -18,7 +18,7 @@ from gefen.checkpoint import CheckpointedOptimizer
 from gefen.errors import InvalidArgumentError
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
-from gefen.groups import Halves, Router
+from gefen.groups import RATES, Halves, Router
 from gefen.parameters import is_shared, slots
 from gefen.routing import BACKUP_SUBSTRINGS, NamedParams, tabulated, validate_split
 from gefen.sides import BACKUP, MUON, Sides, check_sides
@@ -50,10 +50,10 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
     "adamw" (torch's, whose state has the parameters' dtypes).
 
-    ``param_groups`` are Muon's, in the order given, then the backup's; those and ``state`` are
-    of both halves: schedulers, GradScaler and hooks
-    treat this as one optimizer. With ``capturable`` and "adamw", the backup's parameters must be
-    on an accelerator, as torch demands. A scheduler that cycles momentum moves Muon's alone.
+    ``param_groups`` are Muon's, in the order given, then the backup's; they and ``state`` are
+    those of both halves: schedulers, GradScaler and hooks treat this as one optimizer. With
+    ``capturable`` and "adamw", the backup's parameters must be on an accelerator, as torch
+    demands. A scheduler that cycles momentum moves Muon's alone.
     """
 
     muon: GefenMuon | None
@@ -252,7 +252,7 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
 def _rates(given: dict[str, Any], half: str) -> dict[str, Any]:
     """A half's learning rate and weight decay."""
     rates = {}
-    for name in ("lr", "weight_decay"):
+    for name in RATES:
         own = f"{half}_{name}"
         chosen = name if given[own] is None else own
         rates[name] = GefenMuon.checks[name](chosen, given[chosen])

@@ -234,9 +234,9 @@ def _decided(subject: Subject, parts: list[str]) -> Decision:
 def _typed(subject: Subject) -> str | None:
     """What its module's type says it is, if that is no weight matrix."""
     for module, kind in ((place.module, place.kind) for place in subject.places):
+        # Those of torch, subclasses of them, and what other libraries have in their place.
         sized = hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")
-        by_type = sized or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if by_type or _EMBEDDING.search(kind):
+        if sized or _EMBEDDING.search(kind):
             return f"table of an embedding ({kind})"
         if isinstance(module, _ConvNd):
             return f"kernel of a convolution ({kind})"
