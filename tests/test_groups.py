@@ -180,6 +180,7 @@ def test_bad_groups_are_refused() -> None:
         ([group, ("x", model.norm.bias)], "either all or none must be groups.*tuple"),
         ([group, {"parameters": []}], "dict"),
         ([group, {"params": part(model, "first.bias")}], "Duplicate parameter 'first.bias'"),
+        ([group, {"params": [("bias", model.first.weight)]}], "'bias' is in both halves"),
         ([{"params": model.first}], "not Linear"),
         (group, "not str"),
     ):

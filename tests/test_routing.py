@@ -112,6 +112,9 @@ def test_frozen_parameters_that_cannot_be_stepped_are_in_neither_half() -> None:
     assert route.side == "left out"
     assert "frozen, and could not be stepped: " in route.why
     assert "torch.uint8" in route.why
+    model.inner.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64))
+    with pytest.raises(UnsupportedParameterError, match="complex64"):
+        GefenMuonHybrid(model, lr=0.1)
 
 
 def test_table() -> None:
@@ -130,6 +133,7 @@ def test_table_of_pairs_goes_by_names_and_shapes() -> None:
     for name, param, side in (
         ("layers.0.wq.weight", matrix, "muon"),
         ("wq", matrix, "muon"),
+        ("layers.0.PatchEmbed.weight", matrix, "backup"),
         ("layers.0.A_log", matrix, "backup"),
         ("layers.0.bias_table.weight", matrix, "backup"),
         ("shared.weight", matrix, "backup"),
@@ -140,6 +144,7 @@ def test_table_of_pairs_goes_by_names_and_shapes() -> None:
         ("decoder.weight", matrix, "backup"),
         ("model.decoder.weight", matrix, "muon"),
         ("layers.0.experts.w1", batch, "muon"),
+        ("layers.0.experts.matrices", batch, "muon"),
         ("layers.0.mlp.gate_up_proj", batch, "muon"),
         ("layers.0.experts.bias", batch, "backup"),
         ("layers.0.experts.conv.weight", batch, "backup"),

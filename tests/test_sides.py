@@ -75,8 +75,9 @@ def dbrx() -> nn.Module:
     experts = holding("DbrxExpertGLU", w1=(48, 8), v1=(48, 8), w2=(48, 8))
     experts.moe_num_experts = 4
     router = holding("DbrxTopKRouter", weight=(4, 8))
-    router.num_experts = 4
-    return tree(experts=tree(mlp=experts), router=router)
+    block = holding("MoeBlock", w=(8, 8))
+    router.num_experts = block.num_experts = 4
+    return tree(experts=tree(mlp=experts), router=router, block=block)
 
 
 def mamba() -> nn.Module:
@@ -221,7 +222,7 @@ MUON = {
     "shared_experts.w2",
     gpt_oss: "experts.gate_up_proj experts.down_proj router",
     old_granite_experts: "input_linear",
-    dbrx: "router",
+    dbrx: "router block.w",
     mamba: "in_proj x_proj",
     gpt2: "c_attn",
     xlnet: "layer_1",
