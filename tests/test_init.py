@@ -95,6 +95,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "capturable": False,
         "verbose": False,
         **NEW,
+        "sides": None,  # not of gefen-x
     },
     "GefenMuonHybrid.from_model": {
         "model": REQUIRED,
@@ -105,6 +106,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "split_params_for_muon": {
         "model": REQUIRED,
         "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,  # not of gefen-x
+    },
+    "routing_table": {  # not of gefen-x
+        "model": REQUIRED,
+        "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,
     },
     "validate_split": {
         "muon_named_params": REQUIRED,
@@ -135,6 +144,7 @@ def test_public_names() -> None:
         "GefenMuonHybrid",
         "__version__",
         "kernels",
+        "routing_table",
         "split_params_for_muon",
         "validate_split",
     }

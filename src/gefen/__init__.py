@@ -10,7 +10,7 @@ from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.hybrid import GefenMuonHybrid
 from gefen.resume import prepare_load
-from gefen.routing import split_params_for_muon, validate_split
+from gefen.routing import routing_table, split_params_for_muon, validate_split
 
 __all__ = [
     "Gefen",
@@ -19,6 +19,7 @@ __all__ = [
     "__version__",
     "kernels",
     "prepare_load",
+    "routing_table",
     "split_params_for_muon",
     "validate_split",
 ]
