@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gefen import capture
 from gefen import hyperparameters as check
-from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
 from gefen.group_keys import KnownKeys
 from gefen.layout import Layout
 from gefen.parameters import Slot
 from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
+from gefen.step import gradients
 
 
 def _unhooked_step() -> Any:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
+from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import Options
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
@@ -30,6 +30,7 @@ from gefen.state import (
     block_shape,
     momentum_spec,
 )
+from gefen.work import Work
 
 if TYPE_CHECKING:
     from gefen.distributed.stepping import StepFailure

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
+from gefen.base import QuantisedOptimizer
 from gefen.errors import UnsupportedFeatureError, UnsupportedParameterError
 from gefen.group_keys import Options
 from gefen.kernels.reference import matrix_step
@@ -33,6 +33,7 @@ from gefen.state import (
     advance,
     momentum_spec,
 )
+from gefen.work import Work
 
 
 def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
@@ -231,11 +232,11 @@ class GefenMuon(Options, QuantisedOptimizer):
         return dense
 
     def _orthogonal(self, bucket: list[Work], dense: Tensor) -> Tensor:
-        """Directions of whole matrices, [parameters, *shape], with their singular values near 1."""
+        """Directions, [parameters, *shape], of whole matrices with singular values near 1."""
         settings, stack = bucket[0].settings, dense.flatten(0, -3)
         size = max(settings["batched_ns_workspace_bytes"] // _workspace(stack[0]), 1)
         schedule, eps, fp8 = _resolved(settings), settings["eps"], settings["fp8_ns"]
-        parts = [orthogonalise(part, schedule, eps, fp8) for part in stack.split(size)]
+        parts = [orthogonalise(part, schedule, eps, fp8) for part in torch.split(stack, size)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(dense)
 
     def _evened(self, work: Work, update: Tensor, averages: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gefen import hyperparameters as check
 from gefen.backup import BackupAdamW
-from gefen.base import stepped
 from gefen.checkpoint import CheckpointedOptimizer
 from gefen.errors import InvalidArgumentError, UnsupportedFeatureError
 from gefen.gefen import Gefen
@@ -22,6 +21,7 @@ from gefen.groups import RATES, Halves, Router
 from gefen.parameters import is_shared, slots
 from gefen.routing import BACKUP_SUBSTRINGS, NamedParams, tabulated, validate_split
 from gefen.sides import BACKUP, MUON, Sides, check_sides
+from gefen.step import stepped
 
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
@@ -139,6 +139,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     def fused(self) -> bool:
         """Whether kernels were asked for."""
         return bool(self._make_muon.keywords["fused"])
+
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         for label, half in (("Muon", self.muon), (f"Backup, {self._kind}", self.backup)):

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gefen.base import Work
     from gefen.distributed.exchange import Full
     from gefen.gefen_muon import GefenMuon
     from gefen.parameters import Slot
+    from gefen.work import Work
 
 _AVERAGE = 2
 """Numbers of 16 bits that a row's average takes: it travels with the row, as it is."""
@@ -139,12 +139,14 @@ def _gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> P
     pending: Pending = []
     for work in muon._sharing().gathered(works, failure):
         whole = replace(work, param=work.grad)
-        for _, update in failure.keep(lambda w=whole: list(muon._updates([w])), []):  # type: ignore[misc]
-            part = failure.keep(lambda w=work, u=update: own_part(w, u), None)  # type: ignore[misc]
-            if part is not None:
-                own = held(work.slot.param.grad)
-                pending.append((replace(work, grad=own), part.contiguous()))
+        failure.keep(partial(_part, muon, work, whole, pending), None)
     return pending
+
+
+def _part(muon: GefenMuon, work: Work, whole: Work, pending: Pending) -> None:
+    for _, update in muon._updates([whole]):
+        own = replace(work, grad=held(work.slot.param.grad))
+        pending.append((own, own_part(work, update).contiguous()))
 
 
 def _warn(muon: GefenMuon, works: Sequence[Work]) -> None:
