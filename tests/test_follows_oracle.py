@@ -146,7 +146,9 @@ def test_gefen(shape: tuple[int, ...], factored: bool, dtype: str) -> None:
     ids=str,
 )
 def test_settings_of_gefen(chosen: dict[str, Any], factored: bool) -> None:
-    pair = Pair("Gefen", {"p": (12, 20)}, "float32", **{"lr": LR, **chosen}, factored_v_2d=factored)
+    pair = Pair(
+        "Gefen", {"p": (12, 20)}, "float32", **{"lr": LR, **chosen}, factored_v_2d=factored
+    )
     assert_close(pair, pair.train(gradients({"p": (12, 20)})))
 
 

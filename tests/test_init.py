@@ -109,7 +109,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "*": None,
         "sides": None,  # not of gefen-x
     },
-    "routing_table": {  # not of gefen-x
+    "prepare_load",
+        "routing_table": {  # not of gefen-x
         "model": REQUIRED,
         "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
         "*": None,
