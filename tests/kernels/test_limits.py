@@ -15,7 +15,7 @@ from cases import ADAM, QUANTIZER, close, with_zero
 from emulation import REAL, SMALL, Emulator, kernels
 from torch import Tensor
 
-from gefen.codebook import SIZE
+from gefen.codebook import SIZE, Quantizer
 from gefen.kernels import reference
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep, Momentum, shrink
 
@@ -101,12 +101,13 @@ def test_what_is_not_finite_spreads(backend: Any, bad: float, kind: str, period:
         assert others.isfinite().all()
 
 
-def test_infinite_momentum_stays_infinite(backend: Any) -> None:
-    """Where the second moment is finite, as after loading."""
-    task = block(torch.zeros(1, 16), 16)
-    task.momentum.index[:] = 255
-    task.momentum.magnitude[:] = torch.inf
-    assert not run(backend, task).isfinite().any()
+@pytest.mark.parametrize("kind", MAKE)
+def test_infinite_momentum_is_not_bounded(backend: Any, kind: str) -> None:
+    """Blocks may cross rows, whose own second moments stay finite."""
+    grad = torch.ones(8, 64)
+    grad[3, 5] = torch.inf
+    book = Quantizer(torch.linspace(-1, 1, SIZE))
+    assert not run(backend, MAKE[kind](grad, 512, quantizer=book)).isfinite().any()
 
 
 @pytest.mark.parametrize("size", [1e18, 1.0, 1e-18])
