@@ -141,6 +141,20 @@ def test_one_square_beyond_float32_whose_mean_is_not(backend: Any, kind: str) ->
     assert param[3, 4] < 0
 
 
+def test_columns_whose_sum_is_beyond_float32(backend: Any) -> None:
+    """A step does not depend on the scale of gradients and state."""
+    params = []
+    for scale in (1.0, 2.0**-60):
+        task = factored(torch.zeros(4, 64), 64, EXACT)
+        task.momentum.index[:] = torch.arange(256)
+        task.momentum.magnitude.fill_(1e19 * scale)
+        for moment in moments(task):
+            moment.fill_(3e38 * scale**2)
+        params.append(run(backend, task))
+    close(*params, rtol=1e-6)
+    assert 0.1 < params[0].abs().max() < 2.5
+
+
 @pytest.mark.parametrize("size", [1e18, 1e-18])
 def test_means_of_long_blocks(size: float) -> None:
     """Longer than what squares are made smaller for, as in a state of gefen-x."""
@@ -217,6 +231,18 @@ def test_means_are_given_in_some_steps(emulator: Emulator) -> None:
         results.append(task)
     close(results[1].column, results[0].column, rtol=1e-6)
     close(results[1].param, results[0].param, rtol=1e-6)
+
+
+def test_scalars_of_the_device_where_some_blocks_are_long(emulator: Emulator) -> None:
+    results = []
+    for wrap in (float, torch.tensor):
+        adam = replace(PLAIN, lr=wrap(0.25), step=wrap(1.0))
+        grads = [torch.linspace(-1, 1, count) for count in (9001, 64, 18002)]
+        tasks = [block(g, p, adam) for g, p in zip(grads, (9001, 8, 9001), strict=True)]
+        kernels(emulator).block_step(tasks)
+        results.append([task.param for task in tasks])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", MAKE)
