@@ -144,9 +144,9 @@ class Kernels:
         sizes = map(_SIZE, targets)
         parts: dict[Quantizer, list[T]] = {}
         for task, (dtype, other), size in zip(tasks, dtypes, sizes, strict=True):
-            if dtype not in kinds or other not in kinds:
+            if dtype not in kinds or other not in kinds or not size:
                 fallback([task])
-            elif size:
+            else:
                 parts.setdefault(task.momentum.quantizer, []).append(task)
         yield from parts.items()
 

@@ -24,6 +24,7 @@ from gefen.kernels.tasks import (
     Momentum,
     Scalar,
     Seed,
+    shrink,
 )
 
 CHUNK = 1 << 18
@@ -64,20 +65,26 @@ def momentum_update(tasks: Sequence[DenseMomentum]) -> None:
 
 
 def block_step(tasks: Sequence[BlockStep]) -> None:
-    """v ← EMA of block means of g²; p ← p(1 − lr·wd) − lr·m̂/bc1 / (sqrt(v)/sqrt(bc2) + eps)."""
+    """v ← EMA of block means of g²; p ← p(1 − lr·wd) − lr·m̂/bc1 / (sqrt(v)/sqrt(bc2) + eps).
+
+    No element moves more than ``BOUND``·lr besides its decay, unless its momentum is infinite.
+    """
     for task in tasks:
         adam, momentum, moments = task.adam, _flat(task.momentum), task.v.view(-1)
         scratch = Scratch(momentum.dtype, task.param.device)
-        rate, root2 = adam.rate, adam.root2
+        rate, root2, reach = adam.rate, adam.root2, adam.reach
         write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
         _average_blocks(momentum, moments, adam.beta2, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             first = start // momentum.period
             v = moments[first : first + len(top), None].to(top.dtype)
-            below = v.sqrt().div_(root2).add_(adam.eps)
+            below = _floored(v.sqrt().div_(root2).add_(adam.eps))
             step = (top * rate).div_(below)
+            # Finite for finite momenta: no entry may become NaN for being 0.
+            step = _bounded(step, top, torch.finfo(step.dtype).max)
+            move = _bounded(entry.mul_(step), top, reach)
             with write.decayed(start, stop) as param:
-                param.view_as(entry).addcmul_(entry, step, value=-1)
+                param.view_as(move).sub_(move)
 
 
 def factored_step(tasks: Sequence[FactoredStep]) -> None:
@@ -90,15 +97,16 @@ def factored_step(tasks: Sequence[FactoredStep]) -> None:
         row, column = task.row.view(-1), task.column.view(-1)
         scratch = Scratch(momentum.dtype, task.param.device)
         _average_factors(task, row, column, scratch)
-        rate = adam.rate
-        total = column.mean(dtype=momentum.dtype).mul_(adam.correction2)
+        rate, reach, root2 = adam.rate, adam.reach, adam.root2
+        mean = column.mean(dtype=torch.float64)  # in which their sum is finite
         write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             below = scratch.take("below", stop - start)
-            _root(row, column, total, start, below)
-            step = entry.mul_(top).view(-1)
+            _root(row, column, mean.to(below.dtype), start, below)
+            below = _floored(below.div_(root2).add_(adam.eps)).view_as(entry)
+            move = _bounded(entry.mul_(top).mul_(rate).div_(below), top, reach)
             with write.decayed(start, stop) as param:
-                _subtract_quotient(param, step, below.add_(adam.eps), rate)
+                param.view_as(move).sub_(move)
 
 
 def column_means(grad: Tensor, total_rows: int) -> Tensor:
@@ -109,8 +117,9 @@ def column_means(grad: Tensor, total_rows: int) -> Tensor:
     """
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     means = torch.zeros(grad.shape[1], dtype=torch.float32, device=grad.device)
-    for part, _, _, left, right in _squares(grad, Scratch(dtype, grad.device)):
-        means[left:right].add_(part.sum(dim=0), alpha=1 / total_rows)
+    scale = shrink(total_rows)
+    for part, _, _, left, right in _squares(grad, scale, Scratch(dtype, grad.device)):
+        means[left:right].add_(part.sum(dim=0), alpha=1 / scale / total_rows)
     return means
 
 
@@ -173,12 +182,18 @@ def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
     return (agreeing / n).clamp_(min=SMALLEST_SHARE)
 
 
-def _subtract_quotient(values: Tensor, step: Tensor, below: Tensor, rate: Scalar) -> None:
-    """values ← values − rate·step / below; may overwrite ``step``."""
-    if isinstance(rate, Tensor):
-        values.sub_(step.mul_(rate).div_(below))
-    else:
-        values.addcdiv_(step, below, value=-rate)
+def _floored(below: Tensor) -> Tensor:
+    """A divisor that is not 0, so that 0 / 0 is 0; NaN stays."""
+    return below.clamp_(min=torch.finfo(below.dtype).tiny)
+
+
+def _bounded(values: Tensor, top: Tensor, limit: Scalar) -> Tensor:
+    """``values`` [blocks, any] within ±limit, but for NaN and for blocks of infinite momentum.
+
+    ``top`` [blocks, 1] are the momenta's magnitudes.
+    """
+    most = torch.full_like(top, torch.inf).masked_fill_(top.isfinite(), limit)
+    return values.clamp_(-most, most)
 
 
 def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
@@ -298,53 +313,56 @@ def _quantise(momentum: Momentum, mean: Tensor, top: Tensor, start: int) -> Tens
 def _average_blocks(momentum: Momentum, v: Tensor, beta2: float, scratch: Scratch) -> None:
     """v ← β2·v + (1 − β2)·(mean of g² in each block)."""
     v.mul_(beta2)
+    scale = shrink(momentum.period)
     for start, stop in _spans(momentum.index.numel(), momentum.period):
         blocks = v[start // momentum.period : stop // momentum.period]
         for a, b in _cut(start, stop):
             grad = load(momentum.grad, a, b, scratch.take("grad", b - a))
-            square = torch.mul(grad, grad, out=scratch.take("size", b - a))
+            square = torch.mul(grad, scale, out=scratch.take("size", b - a)).mul_(grad)
             total = square.view(len(blocks), -1).sum(dim=1)
-            blocks.add_(total, alpha=(1 - beta2) / momentum.period)
+            blocks.add_(total, alpha=(1 - beta2) / scale / momentum.period)
 
 
 def _average_factors(task: FactoredStep, row: Tensor, column: Tensor, scratch: Scratch) -> None:
     """r ← β2·r + (1 − β2)·(row means of g²), and c likewise for columns."""
     rows, columns = task.param.shape
     beta2 = task.adam.beta2
-    mean = task.column_mean
+    mean, scale = task.column_mean, shrink(max(rows, columns))
     if not rows and mean is None:
         return
     row.mul_(beta2)
     column.mul_(beta2)
     if mean is not None:
         column.add_(mean, alpha=1 - beta2)
-    for part, top, bottom, left, right in _squares(task.momentum.grad, scratch):
-        row[top:bottom].add_(part.sum(dim=1), alpha=(1 - beta2) / columns)
+    for part, top, bottom, left, right in _squares(task.momentum.grad, scale, scratch):
+        row[top:bottom].add_(part.sum(dim=1), alpha=(1 - beta2) / scale / columns)
         if mean is None:
-            column[left:right].add_(part.sum(dim=0), alpha=(1 - beta2) / rows)
+            column[left:right].add_(part.sum(dim=0), alpha=(1 - beta2) / scale / rows)
 
 
-def _squares(grad: Tensor, scratch: Scratch) -> Iterator[tuple[Tensor, int, int, int, int]]:
-    """g² of a matrix in parts, each with its first and last row and column, half-open."""
+def _squares(
+    grad: Tensor, scale: float, scratch: Scratch
+) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """scale·g² of a matrix in parts, each with its rows and columns, half-open."""
     rows, columns = grad.shape
     for start, stop in _cut(0, rows * columns):
         values = load(grad, start, stop, scratch.take("grad", stop - start))
-        square = torch.mul(values, values, out=scratch.take("size", stop - start))
+        square = torch.mul(values, scale, out=scratch.take("size", stop - start)).mul_(values)
         for top, bottom, left, right in rectangles(start, stop, columns):
             count = (bottom - top) * (right - left)
             part, square = square[:count].view(bottom - top, -1), square[count:]
             yield part, top, bottom, left, right
 
 
-def _root(row: Tensor, column: Tensor, total: Tensor, start: int, out: Tensor) -> None:
-    """``out`` ← sqrt(r cᵀ / total) from element ``start`` on; zeros where ``total`` is zero.
+def _root(row: Tensor, column: Tensor, mean: Tensor, start: int, out: Tensor) -> None:
+    """``out`` ← sqrt(r cᵀ / mean) from element ``start`` on; zeros where ``mean`` is zero.
 
     As a product of two roots: r and c of small gradients would underflow if multiplied first.
     """
-    floor = torch.finfo(out.dtype).tiny
+    mean = mean.masked_fill(mean == 0, 1)
     filled = 0
     for top, bottom, left, right in rectangles(start, start + len(out), len(column)):
-        tall = row[top:bottom, None].to(out.dtype).div(total.clamp(min=floor)).sqrt_()
+        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_()
         wide = column[left:right].to(out.dtype).sqrt()
         part = out[filled : filled + len(tall) * len(wide)].view(len(tall), len(wide))
         torch.mul(tall, wide, out=part)

@@ -25,6 +25,9 @@ Count: TypeAlias = int | Tensor
 Seed: TypeAlias = tuple[Count, int]
 """(global step, parameter number) of random numbers."""
 
+BOUND = 10
+"""Learning rates that one element moves in one step of Adam at most, weight decay apart."""
+
 ROUNDING = 1 << 62
 """Set in a parameter's number, its random numbers are others: those its own values round by."""
 
@@ -85,6 +88,11 @@ class Adam:
         return -rate if self.maximize else rate
 
     @property
+    def reach(self) -> Scalar:
+        """The largest movement of an element in one step, weight decay apart."""
+        return BOUND * wide(self.lr)
+
+    @property
     def correction2(self) -> Scalar:
         """Of the second moment's bias."""
         return 1 - self.beta2 ** wide(self.step)
@@ -99,6 +107,15 @@ class Adam:
     def decay(self) -> Scalar:
         """What a parameter loses of itself, 0.0 where nothing decays."""
         return wide(self.lr) * self.weight_decay if self.weight_decay else 0.0
+
+
+def shrink(count: int) -> float:
+    """A power of two by which squares are multiplied before so many of them are added.
+
+    Then the sum overflows only where the mean does. It is bounded, since small squares would
+    vanish in their turn.
+    """
+    return 2.0 ** -min((count - 1).bit_length(), 20)
 
 
 def wide(scalar: Scalar) -> Scalar:
