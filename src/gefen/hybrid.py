@@ -25,6 +25,7 @@ from gefen.routing import (
     split_params_for_muon,
     validate_split,
 )
+from gefen.scaling import has_float16
 
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
@@ -112,6 +113,10 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return super()._step_supports_amp_scaling or has_float16(self)
 
     @property
     def backup_optimizer(self) -> str:

@@ -351,11 +351,28 @@ def snippet() -> dict[str, Any]:
 
 @row("float16 parameters under `GradScaler`")
 def _() -> None:
+    """More of it is in tests/test_scaling.py."""
     param = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer, scaler = Gefen([param]), torch.amp.GradScaler("cpu")
-    scaler.scale(param.float().sum()).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+    optimizer, scaler = Gefen([param], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf")):
+        before = param.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(param.float().sum() * factor).backward()
         scaler.step(optimizer)
+        scaler.update()
+        assert same(param.detach(), before) == (factor != 1.0)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+
+
+@row('the same with `backup_optimizer="adamw"`')
+def _() -> None:
+    net = model(torch.float16)
+    optimizer = GefenMuonHybrid(net, lr=0.1, backup_optimizer="adamw")
+    other = torch.amp.GradScaler("cpu")
+    other.scale(sum(p.float().sum() for p in net.parameters())).backward()
+    with pytest.raises(InvalidArgumentError, match="step float32 copies"):
+        other.step(optimizer)
     names = snippet()
     net, masters = names["model"], names["masters"]
     plain = [p.detach().float().requires_grad_() for p in net.parameters()]
