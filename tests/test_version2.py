@@ -62,7 +62,7 @@ TOKENS, LENGTH, WIDTH, STEPS = 60, 24, 40, 25
 
 
 class Model(nn.Module):
-    """Of its inputs only some are used: tokens, positions, features, heads; one layer is cut off."""
+    """Only some tokens, positions, features and outputs are used, and one layer is cut off."""
 
     def __init__(self) -> None:
         super().__init__()
