@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Momentum
 from torch import Tensor, nn
-from training import BF16, F16, F32, F64, start, train
+from training import BF16, F16, F32, start, train
 from workload import bytes_of
 
 from gefen import GefenMuon
@@ -18,7 +17,7 @@ from gefen.errors import (
     UnsupportedParameterError,
 )
 from gefen.kernels import reference
-from gefen.newton_schulz import normalise_rows, orthogonalise, resolve_schedule
+from gefen.newton_schulz import orthogonalise
 
 
 def gradients(shape: tuple[int, ...], steps: int, dtype: torch.dtype = F32) -> list[Tensor]:
@@ -28,56 +27,8 @@ def gradients(shape: tuple[int, ...], steps: int, dtype: torch.dtype = F32) -> l
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "plain momentum": {"nesterov": False},
-    "tuned4": {"ns_schedule": "tuned4", "adjust_lr_fn": "match_rms_adamw"},
-    "explicit": {"ns_schedule": [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)]},
-    "three steps": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
-    "normuon": {"normuon": True, "normuon_beta2": 0.8, "normuon_eps": 1e-4},
-    "cautious": {"cautious": True},
     "all": {"normuon": True, "cautious": True, "adjust_lr_fn": "original"},
 }
-
-
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("shape", [(16, 24), (30, 8)], ids=str)
-@pytest.mark.parametrize("chosen", SETTINGS)
-def test_update_is_what_is_documented(
-    chosen: str, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """The direction and what surrounds orthogonalisation; that itself is tested elsewhere."""
-    own = SETTINGS[chosen]
-    param = start(shape, dtype)
-    p = param.detach().double().clone()
-    optimizer = GefenMuon([param], lr=0.02, weight_decay=0.3, momentum=0.9, **own)
-    keys = ("ns_schedule", "ns_coefficients", "ns_steps")
-    schedule = resolve_schedule(*(optimizer.param_groups[0][key] for key in keys))
-    ratio = math.sqrt(max(1.0, shape[0] / shape[1]))
-    if own.get("adjust_lr_fn") == "match_rms_adamw":
-        ratio = 0.2 * math.sqrt(max(shape))
-    mean, ema = None, torch.zeros(shape[0])
-    for t, grad in enumerate(gradients(shape, 5, dtype), start=1):
-        param.grad = grad
-        optimizer.step()
-        state = optimizer.state[param]
-        mean = mean or Momentum(p.numel(), state["period"], state["codebook"], 0.9)
-        g = grad.double().numpy().reshape(-1)
-        direction = mean.advance(g)
-        if own.get("nesterov", True):
-            direction = 0.9 * direction + 0.1 * g
-        x = orthogonalise(torch.from_numpy(direction.reshape(shape)).float(), schedule, 1e-7)
-        if own.get("normuon"):
-            x = normalise_rows(
-                x, ema, own.get("normuon_beta2", 0.95), t, own.get("normuon_eps", 1e-8)
-            )
-        x = x.double()
-        if own.get("cautious"):
-            mask = (x * grad.double() > 0).double()
-            x = x * mask / mask.mean()
-        p = p * (1 - 0.02 * 0.3) - 0.02 * ratio * x
-        # Where the direction is on the border of two bfloat16 numbers, it may take either one.
-        off = ((param.detach() - p).square().mean() / (p - start(shape)).square().mean()).sqrt()
-        assert off < 2e-3
-    assert ("normuon_v" in optimizer.state[param]) is bool(own.get("normuon"))
 
 
 def test_constant_gradient_moves_along_its_orthogonal_factor() -> None:
