@@ -10,11 +10,12 @@ from torch import Tensor
 
 from gefen import capture
 from gefen import hyperparameters as check
-from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
-from gefen.half import Half
+from gefen.group_keys import KnownKeys
+from gefen.layout import Layout
 from gefen.parameters import Slot
 from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
+from gefen.step import gradients
 
 
 def _unhooked_step() -> Any:
@@ -25,13 +26,13 @@ def _unhooked_step() -> Any:
     return step
 
 
-class BackupAdamW(Half, torch.optim.AdamW):
+class BackupAdamW(KnownKeys, torch.optim.AdamW):
     """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
 
     checks: ClassVar[dict[str, check.Check]] = {
         "lr": check.learning_rate,
         "betas": check.betas,
-        "eps": check.at_least_zero,
+        "eps": check.divisor,
         "weight_decay": check.at_least_zero,
     }
 
@@ -45,6 +46,8 @@ class BackupAdamW(Half, torch.optim.AdamW):
     }
     """One for each setting that torch's constructor has besides; groups may have their own."""
 
+    place = 1
+
     @property
     def capturable(self) -> bool:
         """Whether torch's step keeps its counts and tensor rates on the device."""
@@ -52,8 +55,10 @@ class BackupAdamW(Half, torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in AdamW, with settings and parameters validated as in the other half."""
-        settings = check.checked({**self.defaults, **param_group}, self.checks)
-        super().add_param_group({**param_group, **settings})
+        group = self._with_betas(param_group)
+        settings = {**self.defaults, **group}
+        torchs = {key: own for key, own in self.torchs_checks.items() if key in settings}
+        super().add_param_group(group | check.checked(settings, {**self.checks, **torchs}))
 
     def _collect(self) -> list[Slot]:
         for group in self.param_groups:
@@ -80,7 +85,7 @@ class BackupAdamW(Half, torch.optim.AdamW):
                 check.unread_rate("lr", rate, device)
         entry = self.state.get(slot.param)
         if entry:
-            check_unchanged(self._spec(slot.param, entry), entry, slot.name)
+            check_unchanged(self._spec(slot, entry), entry, slot.name)
             here, there = slot.param.device, entry[EXP_AVG].device
             if here != there:
                 raise UnsupportedParameterError(
@@ -88,9 +93,6 @@ class BackupAdamW(Half, torch.optim.AdamW):
                     "optimizer's state_dict() into it once the parameter has moved"
                 )
         return slot
-
-    def _view(self, slot: Slot) -> Tensor:
-        return slot.param
 
     def _prepare(self, works: list[Slot]) -> list[Slot]:
         if capture.under_way():
@@ -114,6 +116,7 @@ class BackupAdamW(Half, torch.optim.AdamW):
         return self._resumed(group)
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_keys(settings)
         torchs = {
             key: settings.get(key, default)
             for key, default in self.defaults.items()
@@ -127,7 +130,8 @@ class BackupAdamW(Half, torch.optim.AdamW):
             check.refuse("foreach", True, "None or False where lr is a tensor")
         return chosen
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        param = slot.param
         # torch counts in its default dtype, which may have been another one then.
         wide = getattr(entry.get(STEP), "dtype", None) == torch.float64
         average = (param.dtype, tuple(param.shape))
@@ -138,5 +142,6 @@ class BackupAdamW(Half, torch.optim.AdamW):
                 EXP_AVG: average,
                 EXP_AVG_SQ: average,
             },
+            Layout(param.shape),
             {EXP_AVG: param, EXP_AVG_SQ: param},
         )

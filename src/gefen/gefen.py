@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,15 +13,30 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
-from gefen.blocks import find_period
+from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
+from gefen.group_keys import Options
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
-from gefen.parameters import Slot, is_dtensor
-from gefen.state import MAGNITUDE, STEP, V_COL, V_ROW, Entry, Spec, V, momentum_spec
+from gefen.parameters import Slot, held
+from gefen.state import (
+    MAGNITUDE,
+    PERIOD,
+    STEP,
+    V_COL,
+    V_ROW,
+    Entry,
+    Spec,
+    V,
+    block_shape,
+    momentum_spec,
+)
+from gefen.work import Work
+
+if TYPE_CHECKING:
+    from gefen.distributed.stepping import StepFailure
 
 
-class Gefen(QuantisedOptimizer):
+class Gefen(Options, QuantisedOptimizer):
     """AdamW with quantised momentum and shared or factored second moments.
 
     A drop-in for :class:`torch.optim.AdamW`: float32, bfloat16, float16 and float64 parameters
@@ -34,10 +51,16 @@ class Gefen(QuantisedOptimizer):
     Settings of a group:
 
     - ``lr`` ≥ 0, or a tensor with one element that may be changed in place; ``betas`` in
-      [0, 1); ``eps`` ≥ 0; ``weight_decay`` ≥ 0, decoupled as in AdamW.
+      [0, 1), which gefen-x's keys ``beta1`` and ``beta2`` of a group become; ``eps`` ≥ 2^-126;
+      ``weight_decay`` ≥ 0, decoupled as in AdamW.
+    - ``maximize``: go up the gradient; weights still decay towards zero.
+    - ``bf16_stochastic_round``: write bfloat16 parameters rounded up or down at random by
+      distance, once a step, so that updates and decay below half a unit in the last place are
+      not lost. Repeatable, and equal on replicas. Other dtypes are not affected.
     - ``factored_v_2d``: factored second moments for matrices.
     - ``force_1d_period_one``, ``force_2d_period_one``, ``period_one_substrings``: magnitudes
-      for every single element of vectors, of matrices, of parameters whose name contains one.
+      for every single element of vectors, of matrices, of parameters whose name contains one, in
+      any case.
     - ``stochastic_round``: round the momentum up or down at random by distance, rather than to
       the nearest entry; a resumed run repeats the same numbers.
 
@@ -66,18 +89,22 @@ class Gefen(QuantisedOptimizer):
     checks: ClassVar[dict[str, check.Check]] = {
         "lr": check.learning_rate,
         "betas": check.betas,
-        "eps": check.at_least_zero,
+        "eps": check.divisor,
         "weight_decay": check.at_least_zero,
         "force_1d_period_one": check.flag,
         "force_2d_period_one": check.flag,
         "period_one_substrings": check.strings,
         "factored_v_2d": check.flag,
         "stochastic_round": check.flag,
+        "maximize": check.flag,
+        "bf16_stochastic_round": check.flag,
     }
     option_checks: ClassVar[dict[str, check.Check]] = {
         **QuantisedOptimizer.option_checks,
         "codebook_refresh_every": check.whole,
     }
+
+    place = 1
 
     def __init__(
         self,
@@ -97,12 +124,37 @@ class Gefen(QuantisedOptimizer):
         deterministic: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
+        if capturable and codebook_refresh_every:
+            check.refuse(
+                "codebook_refresh_every",
+                codebook_refresh_every,
+                "0 with capturable=True: a captured step learns no codebook",
+            )
         super().__init__(params, locals())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the base class, see :class:`~gefen.group_keys.KnownKeys`."""
+        if isinstance(param_group, dict):
+            self._check_rounding({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_rounding(self, settings: Mapping[str, Any]) -> None:
+        if self.deterministic and settings["stochastic_round"] and settings["factored_v_2d"]:
+            check.refuse(
+                "stochastic_round",
+                True,
+                "False with deterministic=True and factored_v_2d=True, as in gefen-x; or pass "
+                "factored_v_2d=False",
+            )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # torch.distributed.checkpoint loses collections that are empty.
-        return super()._resumed({"period_one_substrings": (), **settings})
+        resumed = super()._resumed({"period_one_substrings": (), **settings})
+        self._check_rounding(resumed)
+        return resumed
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
@@ -114,37 +166,81 @@ class Gefen(QuantisedOptimizer):
                 "parameters have no names; pass model.named_parameters()"
             )
 
-    def _period(self, work: Work) -> int:
+    def _forced(self, work: Work) -> int | None:
         settings, dimensions = work.settings, work.param.dim()
         forced = (
             (dimensions == 1 and settings["force_1d_period_one"])
             or (dimensions == 2 and settings["force_2d_period_one"])
-            or any(part in work.slot.name for part in settings["period_one_substrings"])
+            or any(
+                part.lower() in work.slot.name.lower()
+                for part in settings["period_one_substrings"]
+            )
         )
-        return 1 if forced else find_period(work.grad, self.options["deterministic"])
+        return 1 if forced else None
 
     def _moments(self, work: Work, entry: Entry) -> Entry:
         if V in entry or V_ROW in entry:
             return {}
-        param = work.param
-        if work.settings["factored_v_2d"] and param.dim() == 2 and not is_dtensor(work.key):
-            rows, columns = param.shape
+        shape = work.layout.shape
+        if work.settings["factored_v_2d"] and len(shape) == 2:
+            rows, columns = shape
             return {
-                V_ROW: torch.zeros(rows, dtype=torch.float32, device=param.device),
-                V_COL: torch.zeros(columns, dtype=torch.float32, device=param.device),
+                V_ROW: self._zeros(work, V_ROW, (rows,)),
+                V_COL: self._zeros(work, V_COL, (columns,)),
             }
-        return {V: torch.zeros_like(entry[MAGNITUDE])}
+        return {V: self._zeros(work, V, block_shape(shape, entry[PERIOD]))}
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        spec = momentum_spec(param, entry)
-        if param.dim() == 2 and V not in entry:
-            spec.tensors[V_ROW] = (torch.float32, (param.shape[0],))
-            spec.tensors[V_COL] = (torch.float32, (param.shape[1],))
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        spec = momentum_spec(self._layout(slot), entry)
+        shape = spec.layout.shape
+        if len(shape) == 2 and V not in entry:
+            spec.tensors[V_ROW] = (torch.float32, (shape[0],))
+            spec.tensors[V_COL] = (torch.float32, (shape[1],))
         else:
             spec.tensors[V] = spec.tensors[MAGNITUDE]
         return spec
 
     def _update(self, works: list[Work]) -> None:
+        if not any(work.shared for work in works):
+            self._run([work for work in works if work.param.numel()], {})
+            return
+        from gefen.distributed.stepping import StepFailure
+
+        failure = StepFailure()
+        means, wholes = self._exchanged(works, failure)
+        # A rank without rows keeps the columns' means even so.
+        alone = [w for w in works if w.param.numel() or V_COL in w.entry]
+        alone = [work for work in alone if not work.shared or work.layout.in_rows]
+        failure.keep(lambda: self._run([*alone, *(whole for _, whole in wholes)], means), None)
+        for work, whole in wholes:
+            failure.keep(partial(self._sharing().keep_part, work, whole.param), None)
+        if failure.error is not None:
+            raise failure.error
+
+    def _exchanged(
+        self, works: list[Work], failure: StepFailure
+    ) -> tuple[dict[Tensor, Tensor], list[tuple[Work, Work]]]:
+        """Means of g² in all columns; works that are cut within rows, and the whole of each."""
+
+        def mean(work: Work) -> Tensor:
+            rows = work.layout.shape[0]
+            return kernels.column_means([work.grad], [rows], self.options["fused"])[0]
+
+        def columns(work: Work) -> int:
+            return work.layout.shape[1]
+
+        sharing = self._sharing()
+        rows = [w for w in works if w.shared and w.layout.in_rows and V_COL in w.entry]
+        means = sharing.total(rows, columns, mean, failure, torch.float32)
+        cut = [work for work in works if work.shared and not work.layout.in_rows]
+        wholes = sharing.gathered(cut, failure)
+        return means, [
+            (work, replace(whole, param=sharing.whole_target(work)))
+            for work, whole in zip(cut, wholes, strict=True)
+        ]
+
+    def _run(self, works: list[Work], means: Mapping[Tensor, Tensor]) -> None:
+        """means: of g² in each column over all rows, for parameters whose rows are cut."""
         blocks, factored = [], []
         adam, settings = None, None
         for work in works:
@@ -154,11 +250,15 @@ class Gefen(QuantisedOptimizer):
                 settings = work.settings
                 adam = _adam(settings, step)
             momentum = self._momentum(work, adam.beta1)
+            task: BlockStep | FactoredStep
             if V in entry:
-                blocks.append(BlockStep(work.param, momentum, entry[V], adam))
+                blocks.append(task := BlockStep(work.param, momentum, held(entry[V]), adam))
             else:
-                rows, columns = entry[V_ROW], entry[V_COL]
-                factored.append(FactoredStep(work.param, momentum, rows, columns, adam))
+                rows, columns = held(entry[V_ROW]), held(entry[V_COL])
+                task = FactoredStep(work.param, momentum, rows, columns, adam)
+                task.column_mean = means.get(work.key)
+                factored.append(task)
+            task.rounding = self._rounding(work)
         kernels.block_step(blocks, self.options["fused"])
         kernels.factored_step(factored, self.options["fused"])
 
@@ -169,4 +269,12 @@ def _same(step: int | Tensor, other: int | Tensor) -> bool:
 
 def _adam(settings: dict[str, Any], step: Any) -> Adam:
     beta1, beta2 = settings["betas"]
-    return Adam(settings["lr"], settings["weight_decay"], settings["eps"], beta1, beta2, step)
+    return Adam(
+        settings["lr"],
+        settings["weight_decay"],
+        settings["eps"],
+        beta1,
+        beta2,
+        step,
+        settings["maximize"],
+    )

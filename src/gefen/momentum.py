@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gefen import kernels
 from gefen.codebook import BINS, Quantizer, solve
+from gefen.parameters import held
 from gefen.state import CODEBOOK, INDEX, Entry
 
 CHUNK = 1 << 20
@@ -46,7 +47,7 @@ def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:
 
     Magnitudes stay: every codebook ends in −1 and 1, so a block's largest entry keeps its value.
     """
-    table = Quantizer(new).encode(old)
+    table, index = Quantizer(new).encode(old), index.view(-1)
     for start in range(0, index.numel(), CHUNK):
         part = index[start : start + CHUNK]
         part.copy_(table[part.int()])
@@ -60,6 +61,7 @@ def adapt(entry: Entry, codebook: Tensor) -> None:
     known = entry.get(CODEBOOK)
     if INDEX not in entry or known is None or known is codebook:
         return
-    old, new = (book.to(entry[INDEX].device) for book in (known, codebook))
+    index = held(entry[INDEX])
+    old, new = (book.to(index.device) for book in (known, codebook))
     if not torch.equal(old, new):
-        reencode(entry[INDEX], old, new)
+        reencode(index, old, new)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gefen import fp8
 from gefen.errors import InvalidArgumentError
 from gefen.kernels.tasks import Count, wide
 
@@ -96,7 +97,7 @@ def _triple(name: str, value: Iterable[float]) -> Triple:
     return numbers[0], numbers[1], numbers[2]
 
 
-def orthogonalise(u: Tensor, schedule: Schedule, eps: float) -> Tensor:
+def orthogonalise(u: Tensor, schedule: Schedule, eps: float, eight_bit: bool = False) -> Tensor:
     """Replace the singular values of ``u`` [m, n] or [batch, m, n] by values near 1.
 
     ``u`` has any floating dtype and is not changed; the result is bfloat16 of the same shape.
@@ -105,17 +106,21 @@ def orthogonalise(u: Tensor, schedule: Schedule, eps: float) -> Tensor:
     far slower on many machines there; every matrix of a batch then has the bits that it has
     alone. Zero matrices stay zero; empty ones stay empty.
 
+    ``eight_bit``: operands of products are rounded to eight bits first, where both lengths of the
+    matrix are at least :data:`gefen.fp8.LEAST`; see :mod:`gefen.fp8`.
+
     Source: Jordan et al. 2024 (Muon).
     """
     if u.numel() == 0:
         return torch.empty_like(u, dtype=torch.bfloat16)
-    if u.device.type == "cpu" and u.dim() == 3:
-        return torch.stack([orthogonalise(matrix, schedule, eps) for matrix in u])
+    eight_bit = eight_bit and min(u.shape[-2:]) >= fp8.LEAST
+    if u.dim() == 3 and (eight_bit or u.device.type == "cpu"):
+        return torch.stack([orthogonalise(matrix, schedule, eps, eight_bit) for matrix in u])
     tall = u.shape[-2] > u.shape[-1]
     x = u.mT if tall else u
     x = _normalised(x.to(torch.bfloat16), eps)
     iterate = _iterate_float32 if u.device.type == "cpu" else _iterate_bfloat16
-    x = iterate(x, schedule)
+    x = (_iterate_fp8 if eight_bit else iterate)(x, schedule)
     return (x.mT if tall else x).contiguous()
 
 
@@ -144,6 +149,15 @@ def _iterate_float32(x: Tensor, schedule: Schedule) -> Tensor:
     return x.bfloat16()
 
 
+def _iterate_fp8(x: Tensor, schedule: Schedule) -> Tensor:
+    """The same iteration with eight-bit operands; sums are made in float32 and rounded once."""
+    for a, b, c in schedule:
+        gram = fp8.product(x, x.mT)
+        poly = gram.float().mul_(b).add_(fp8.product(gram, gram), alpha=c).bfloat16()
+        x = x.float().mul_(a).add_(fp8.product(poly, x)).bfloat16()
+    return x
+
+
 def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
@@ -151,19 +165,19 @@ def _rounded(x: Tensor) -> Tensor:
 def normalise_rows(x: Tensor, ema: Tensor, beta2: float, step: Count, eps: float) -> Tensor:
     """NorMuon (arXiv 2510.05491): even out the rows of an orthogonalised matrix.
 
-    ``x`` is [rows, columns] of any floating dtype; ``ema`` is float32 [rows], the running mean
+    ``x`` is [..., rows, columns] of any floating dtype; ``ema`` is float32 [..., rows], the mean
     of each row's mean square, updated in place; ``step`` is the age of ``ema`` with this update
-    counted (1 at the first), a number or a tensor on the device. Returns float32
-    [rows, columns] with the Frobenius norm of ``x``.
+    counted (1 at the first), a number or a tensor on the device. Returns float32 of the shape of
+    ``x``, each matrix with the Frobenius norm that it had. Rows of zeros stay zero.
     """
     if x.numel() == 0:
         return x.float()
     values = x.float()
-    norm = torch.linalg.vector_norm(values)
-    ema.lerp_(values.square().mean(dim=1), 1 - beta2)
+    norm = torch.linalg.vector_norm(values, dim=(-2, -1), keepdim=True)
+    ema.lerp_(values.square().mean(dim=-1), 1 - beta2)
     scale = (ema / (1 - beta2 ** wide(step))).sqrt_().add_(eps)
-    out = values / scale.unsqueeze(1)
-    changed = torch.linalg.vector_norm(out)
+    out = values / scale.unsqueeze(-1)
+    changed = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True)
     return out.mul_(torch.where(changed > 0, norm / changed, 0.0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,17 @@ class Slot(NamedTuple):
     param: Tensor
     name: str
     number: int
-    """Position over all groups; keys the random numbers of stochastic rounding."""
+    """Position over all groups."""
+
+    @property
+    def stream(self) -> int:
+        """What keys the random numbers of stochastic rounding, below 2^56: the name, if it has one.
+
+        Ranks that hold other parameters before it, or none, still draw alike.
+        """
+        if not self.group.get("param_names"):
+            return self.number
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=7).digest(), "big")
 
 
 def slots(groups: Iterable[dict[str, Any]]) -> Iterator[Slot]:
@@ -252,3 +263,9 @@ def local(tensor: Any) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself. Shares the memory."""
     shard: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor
     return shard
+
+
+def held(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor that needs no gradient; shares the memory."""
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return part

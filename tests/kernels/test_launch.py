@@ -12,6 +12,7 @@ from cases import (
     LAYOUTS,
     QUANTIZER,
     Case,
+    block_step,
     cases,
     cloned,
     close,
@@ -21,6 +22,7 @@ from cases import (
     momentum,
     same_momentum,
     same_param,
+    with_zero,
 )
 from emulation import REAL, SMALL, Emulator, kernels
 from hypothesis import given, settings
@@ -31,10 +33,15 @@ import gefen
 from gefen.codebook import BINS, SIZE, Quantizer
 from gefen.kernels import launch, packing, reference, scalars
 from gefen.kernels.cuda import PAYLOAD
-from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
+from gefen.kernels.tasks import Adam, BlockStep, DenseMomentum, FactoredStep
 
 bounded = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-ADAMS = (ADAM, replace(ADAM, weight_decay=0.0), replace(ADAM, eps=0.0, lr=0.5))
+ADAMS = (
+    ADAM,
+    replace(ADAM, weight_decay=0.0),
+    replace(ADAM, eps=0.0, lr=0.5),
+    replace(ADAM, maximize=True),
+)
 
 
 def plain(blocks: int, period: int) -> Case:
@@ -62,15 +69,17 @@ def test_tables_are_laid_out_as_the_kernels_read_them(emulator: Emulator) -> Non
     assert REAL.threads == launch.BLOCK
 
 
+def twin_of(task: BlockStep) -> BlockStep:
+    param, momentum, v = cloned(task.param), copied(task.momentum), task.v.clone()
+    return replace(task, param=param, momentum=momentum, v=v)
+
+
 @bounded
 @given(st.lists(cases(), min_size=1, max_size=3), st.sampled_from(ADAMS))
-def test_block_step(emulator: Emulator, drawn: list[Case], adam: object) -> None:
-    mine, theirs, before = [], [], []
-    for case in drawn:
-        task, param, v = momentum(case)
-        mine.append(BlockStep(cloned(param), copied(task), v.clone(), adam))
-        theirs.append(BlockStep(param, task, v, adam))
-        before.append(param.clone())
+def test_block_step(emulator: Emulator, drawn: list[Case], adam: Adam) -> None:
+    theirs = [block_step(case, adam) for case in drawn]
+    mine = [twin_of(task) for task in theirs]
+    before = [task.param.clone() for task in theirs]
     kernels(emulator, processors=2).block_step(mine)
     reference.block_step(theirs)
     for actual, expected, old in zip(mine, theirs, before, strict=True):
@@ -83,6 +92,7 @@ CODEBOOKS = {
     "learned": QUANTIZER,
     "dense": Quantizer(torch.linspace(-1, 1, SIZE) ** 7),  # many entries in a sector
     "duplicates": Quantizer(torch.tensor([-1.0] * 100 + [0.0] * 56 + [1.0] * 100)),
+    "even": with_zero(torch.linspace(-1, 1, SIZE)),
 }
 
 
@@ -125,7 +135,9 @@ def test_momentum(emulator: Emulator, case: Case, nesterov: bool, dtype: torch.d
     st.sampled_from(DTYPES),
     st.sampled_from(LAYOUTS[:4]),
     st.sampled_from(ADAMS),
-    st.sampled_from(["normal", "zeros", "tiny", "huge", "nan"]),
+    st.sampled_from(["normal", "zeros", "tiny", "large", "huge", "nan"]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_factored_step(
     emulator: Emulator,
@@ -134,13 +146,16 @@ def test_factored_step(
     blocks: str,
     dtype: torch.dtype,
     layout: str,
-    adam: object,
+    adam: Adam,
     kind: str,
+    shard: bool,
+    rounds: bool,
 ) -> None:
     rows = max(1, min(rows, 12_000 // columns))
     period = {"row": columns, "all": rows * columns, "one": 1}[blocks]
     case = plain(rows * columns // period, period)
     case = replace(case, grad_dtype=dtype, param_dtype=dtype, content=kind, number=rows)
+    case = replace(case, offset=columns if shard else 0, rounds=rounds)
     task, param, _ = momentum(case)
     task = replace(task, grad=laid_out(task.grad.view(rows, columns), layout))
     param = laid_out(param.view(rows, columns), layout)
@@ -148,13 +163,14 @@ def test_factored_step(
     row, column = (torch.rand(size, generator=generator) for size in (rows, columns))
     if kind == "zeros":
         row.zero_()
+    extra = (torch.rand(columns, generator=generator) if shard else None, case.rounding)
     mine, twin = (
-        FactoredStep(cloned(param), copied(task), row.clone(), column.clone(), adam)
+        FactoredStep(cloned(param), copied(task), row.clone(), column.clone(), adam, *extra)
         for _ in range(2)
     )
     before = param.clone()
     kernels(emulator, processors=2).factored_step([mine, twin])
-    reference.factored_step([FactoredStep(param, task, row, column, adam)])
+    reference.factored_step([FactoredStep(param, task, row, column, adam, *extra)])
     same = same_momentum(mine.momentum, task)
     close(mine.row, row, rtol=2e-6, atol=1e-44)
     close(mine.column, column, rtol=2e-6, atol=1e-44)

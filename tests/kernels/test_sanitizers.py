@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ADAM, LAYOUTS, Case, momentum
+from cases import ADAM, LAYOUTS, Case, block_step, momentum
 from emulation import SOURCES, build
 from recording import Recorder
 
 from gefen.codebook import BINS
 from gefen.kernels.launch import Kernels
 from gefen.kernels.packing import Geometry
-from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
+from gefen.kernels.tasks import DenseMomentum, FactoredStep
 
 # Real threads are slow, so blocks have few of them; all counts follow.
 TINY = Geometry(threads=16, warp=4)
@@ -37,7 +37,8 @@ def case(period: int, number: int) -> Case:
     layouts = [LAYOUTS[number % 4], LAYOUTS[number // 2 % 4]]
     blocks = 2 if period > 64 else 30
     pair = dtypes[number % 3], dtypes[number // 2 % 3]
-    return Case(blocks, period, *pair, *layouts, "normal", number % 2 == 0, number)
+    draws = number % 2 == 0
+    return Case(blocks, period, *pair, *layouts, "normal", draws, number, number, True)
 
 
 def record(path: Path, block_step_only: bool = False) -> None:
@@ -45,7 +46,7 @@ def record(path: Path, block_step_only: bool = False) -> None:
     recorder = Recorder()
     kernels = Kernels(recorder, torch.device("cpu"), 1, TINY, arena=0)
     drawn = [momentum(case(period, number)) for number, period in enumerate(PERIODS)]
-    kernels.block_step([BlockStep(param, m, v, ADAM) for m, param, v in drawn])
+    kernels.block_step([block_step(case(period, number)) for number, period in enumerate(PERIODS)])
     if block_step_only:
         recorder.write(path)
         return
@@ -55,10 +56,12 @@ def record(path: Path, block_step_only: bool = False) -> None:
     directions = [DenseMomentum(m, True, out) for (m, _, _), out in zip(drawn, outs, strict=True)]
     kernels.momentum_update(directions)
     factored = []
-    for rows, columns, layout in FACTORED:
-        dtypes = (torch.float32, torch.float32)
-        m, param, _ = momentum(Case(rows, columns, *dtypes, layout, layout, "normal", False, 1))
-        factored.append(FactoredStep(param, m, torch.ones(rows), torch.ones(columns), ADAM))
+    for number, (rows, columns, layout) in enumerate(FACTORED):
+        dtypes = (torch.float32, torch.bfloat16 if number else torch.float32)
+        m, param, _ = momentum(Case(rows, columns, *dtypes, layout, layout, "normal", False, 1, 3))
+        mean = torch.ones(columns) if number else None
+        moments = torch.ones(rows), torch.ones(columns)
+        factored.append(FactoredStep(param, m, *moments, ADAM, mean, (1, number)))
     kernels.factored_step(factored)
     recorder.write(path)
 

@@ -124,6 +124,10 @@ class Kernels:
             views = {"grad": launch.lying(grads)}
             self._run(launch.plan(entries, 0), views, 0, counts.data_ptr(), None)
 
+    def column_means(self, grad: Tensor, total_rows: int) -> Tensor:
+        """:func:`gefen.kernels.reference.column_means`: torch operations on the device."""
+        return reference.column_means(grad, total_rows)
+
     def _served(
         self, tasks: Sequence[T], fallback: Callable[[Sequence[T]], None]
     ) -> Iterator[tuple[Quantizer, list[T]]]:
@@ -140,9 +144,9 @@ class Kernels:
         sizes = map(_SIZE, targets)
         parts: dict[Quantizer, list[T]] = {}
         for task, (dtype, other), size in zip(tasks, dtypes, sizes, strict=True):
-            if dtype not in kinds or other not in kinds:
+            if dtype not in kinds or other not in kinds or not size:
                 fallback([task])
-            elif size:
+            else:
                 parts.setdefault(task.momentum.quantizer, []).append(task)
         yield from parts.items()
 

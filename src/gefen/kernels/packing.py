@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gefen.codebook import SIZE, Quantizer
+from gefen.kernels.tasks import shrink
 
 WIDTH = 8
 """Elements of a vector, as in vector.cuh."""
@@ -24,7 +25,7 @@ PANEL = 128
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-NESTEROV, STOCHASTIC, ALIGNED, DECAYS = 1, 2, 4, 8
+NESTEROV, STOCHASTIC, ALIGNED, DECAYS, ROUNDS = 1, 2, 4, 8, 16
 
 VIEW = np.dtype(
     [
@@ -39,11 +40,13 @@ TASK = np.dtype(
         *((name, VIEW) for name in ("grad", "param")),
         *((name, "<i8") for name in ("index", "magnitude", "v", "row_root", "column_root")),
         *((name, "<i8") for name in ("peaks", "before")),
-        *((name, "<i8") for name in ("n", "period", "span", "chunks", "columns")),
-        *((name, "<u8") for name in ("step", "parameter")),
-        *((name, "<f4") for name in ("mix", "beta2", "share", "root2", "eps", "rate", "keep")),
+        *((name, "<i8") for name in ("n", "period", "span", "chunks", "columns", "offset")),
+        *((name, "<u8") for name in ("step", "parameter", "round_step", "round_parameter")),
+        *((name, "<f4") for name in ("mix", "beta2", "share", "root2", "eps", "rate", "reach")),
+        *((name, "<f4") for name in ("keep", "scale", "rest")),
         ("flags", "<i4"),
-    ]
+    ],
+    align=True,
 )
 """``struct Task``."""
 
@@ -51,10 +54,12 @@ FACTORS = np.dtype(
     [
         ("grad", VIEW),
         *((name, "<i8") for name in ("row", "column", "row_root", "column_root")),
-        *((name, "<i8") for name in ("row_parts", "column_parts")),
+        *((name, "<i8") for name in ("row_parts", "column_parts", "column_mean")),
         *((name, "<i8") for name in ("rows", "columns", "strips", "panels")),
         *((name, "<f4") for name in ("beta2", "row_share", "column_share", "correction2")),
-    ]
+        ("scale", "<f4"),
+    ],
+    align=True,
 )
 """``struct Factors``."""
 
@@ -97,6 +102,11 @@ class Geometry:
         span = -(-period // (4 * self.threads))
         span = -(-span // self.tile) * self.tile
         return span, -(-period // span)
+
+
+def unit(count: Any) -> Any:
+    """The power of two, between 1/count and 0.5/count, that tables multiply sums of squares by."""
+    return np.ldexp(1.0, -np.frexp(count - 1)[1])
 
 
 View = tuple[int, int, int, int, int, int]
@@ -159,8 +169,9 @@ class Task:
             *(self.index, self.magnitude, self.v, self.row_root, self.column_root),
             *(self.peaks, self.before),
             *(self.n, self.period, self.span, self.chunks, self.columns),
-            *(0, 0),
-            *(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+            *(0, 0, 0, 0, 0),
+            *(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+            *(shrink(self.period), unit(self.period) / shrink(self.period)),
             self.flags,
         )
 
@@ -186,9 +197,10 @@ class Factors:
         return (
             self.grad,
             *(self.row, self.column, self.row_root, self.column_root),
-            *(self.row_parts, self.column_parts),
+            *(self.row_parts, self.column_parts, 0),
             *(self.rows, self.columns, self.strips, self.panels),
             *(0.0, 0.0, 0.0, 0.0),
+            shrink(max(self.rows, self.columns)),
         )
 
 

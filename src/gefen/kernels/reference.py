@@ -8,13 +8,24 @@ rounded after weight decay and after the update, as torch.optim rounds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gefen.codebook import accumulate_histogram, counter_uniform
 from gefen.flat import edited, load, rectangles
-from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep, Momentum, Scalar
+from gefen.kernels.tasks import (
+    ROUNDING,
+    BlockStep,
+    DenseMomentum,
+    FactoredStep,
+    Momentum,
+    Scalar,
+    Seed,
+    shrink,
+)
 
 CHUNK = 1 << 18
 """Elements that are worked on at a time."""
@@ -44,7 +55,7 @@ class Scratch:
 def momentum_update(tasks: Sequence[DenseMomentum]) -> None:
     """m̂ ← quantised EMA of the gradient; out ← m̂, or β·m̂ + (1 − β)·g with nesterov."""
     for task in tasks:
-        momentum, out = task.momentum, task.out.view(-1)
+        momentum, out = _flat(task.momentum), task.out.view(-1)
         scratch = Scratch(momentum.dtype, out.device)
         for start, stop, grad, entry, top in _advance(momentum, scratch):
             direction = entry.mul_(top).view(-1)
@@ -54,37 +65,62 @@ def momentum_update(tasks: Sequence[DenseMomentum]) -> None:
 
 
 def block_step(tasks: Sequence[BlockStep]) -> None:
-    """v ← EMA of block means of g²; p ← p(1 − lr·wd) − lr·m̂/bc1 / (sqrt(v)/sqrt(bc2) + eps)."""
+    """v ← EMA of block means of g²; p ← p(1 − lr·wd) − lr·m̂/bc1 / (sqrt(v)/sqrt(bc2) + eps).
+
+    No element moves more than ``BOUND``·lr besides its decay, unless its momentum is infinite.
+    """
     for task in tasks:
-        adam, momentum = task.adam, task.momentum
+        adam, momentum, moments = task.adam, _flat(task.momentum), task.v.view(-1)
         scratch = Scratch(momentum.dtype, task.param.device)
-        rate, decay, root2 = adam.rate, adam.decay, adam.root2
-        _average_blocks(momentum, task.v, adam.beta2, scratch)
+        rate, root2, reach = adam.rate, adam.root2, adam.reach
+        write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
+        _average_blocks(momentum, moments, adam.beta2, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             first = start // momentum.period
-            v = task.v[first : first + len(top), None].to(top.dtype)
-            below = v.sqrt().div_(root2).add_(adam.eps)
+            v = moments[first : first + len(top), None].to(top.dtype)
+            below = _floored(v.sqrt().div_(root2).add_(adam.eps))
             step = (top * rate).div_(below)
-            with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
-                _decay(param, decay, task.param.dtype)
-                param.view_as(entry).addcmul_(entry, step, value=-1)
+            # Finite for finite momenta: no entry may become NaN for being 0.
+            step = _bounded(step, top, torch.finfo(step.dtype).max)
+            move = _bounded(entry.mul_(step), top, reach)
+            with write.decayed(start, stop) as param:
+                param.view_as(move).sub_(move)
 
 
 def factored_step(tasks: Sequence[FactoredStep]) -> None:
-    """r, c ← EMAs of row and column means of g²; v = r cᵀ / mean(r); p as in the block step."""
+    """r, c ← EMAs of row and column means of g²; v = r cᵀ / mean(c); p as in the block step.
+
+    The mean of all elements is that of c, which shards of a matrix hold alike, not of their r.
+    """
     for task in tasks:
-        adam, momentum = task.adam, task.momentum
+        adam, momentum = task.adam, _flat(task.momentum)
+        row, column = task.row.view(-1), task.column.view(-1)
         scratch = Scratch(momentum.dtype, task.param.device)
-        _average_factors(task, scratch)
-        rate, decay = adam.rate, adam.decay
-        total = task.row.mean(dtype=momentum.dtype).mul_(adam.correction2)
+        _average_factors(task, row, column, scratch)
+        rate, reach, root2 = adam.rate, adam.reach, adam.root2
+        mean = column.mean(dtype=torch.float64)  # in which their sum is finite
+        write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             below = scratch.take("below", stop - start)
-            _root(task, total, start, below)
-            step = entry.mul_(top).view(-1)
-            with edited(task.param, start, stop, scratch.take("param", stop - start)) as param:
-                _decay(param, decay, task.param.dtype)
-                _subtract_quotient(param, step, below.add_(adam.eps), rate)
+            _root(row, column, mean.to(below.dtype), start, below)
+            below = _floored(below.div_(root2).add_(adam.eps)).view_as(entry)
+            move = _bounded(entry.mul_(top).mul_(rate).div_(below), top, reach)
+            with write.decayed(start, stop) as param:
+                param.view_as(move).sub_(move)
+
+
+def column_means(grad: Tensor, total_rows: int) -> Tensor:
+    """float32 [columns]: the sum of g² of each column of a shard, over ``total_rows``.
+
+    ``grad`` [rows, columns] are some of a matrix's ``total_rows`` rows; added over all shards,
+    the results are what :class:`~gefen.kernels.tasks.FactoredStep` calls ``column_mean``.
+    """
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    means = torch.zeros(grad.shape[1], dtype=torch.float32, device=grad.device)
+    scale = shrink(total_rows)
+    for part, _, _, left, right in _squares(grad, scale, Scratch(dtype, grad.device)):
+        means[left:right].add_(part.sum(dim=0), alpha=1 / scale / total_rows)
+    return means
 
 
 def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
@@ -97,53 +133,71 @@ def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None:
 
 
 def matrix_step(
-    param: Tensor, update: Tensor, lr: Scalar, weight_decay: Scalar, cautious: Tensor | None
+    param: Tensor,
+    update: Tensor,
+    lr: Scalar,
+    weight_decay: Scalar,
+    cautious: Tensor | None,
+    rounding: Seed | None = None,
+    offset: int = 0,
+    share: Tensor | None = None,
 ) -> None:
     """p ← p(1 − weight_decay) − lr·update; ``weight_decay`` includes the learning rate.
 
     ``update`` is contiguous and may be overwritten. ``cautious`` is the gradient or None: with
     it, elements of ``update`` that disagree with it in sign are dropped and the others divided
-    by their share of all elements (Liang et al. 2024, arXiv 2411.16085).
+    by their share of all elements (Liang et al. 2024, arXiv 2411.16085), which is given where
+    these are rows of a matrix (:func:`agreeing_share`). ``rounding`` and the
+    ``offset`` of a shard's first element are those of :class:`~gefen.kernels.tasks.BlockStep` and
+    its momentum.
     """
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     scratch = Scratch(dtype, param.device)
-    share = None if cautious is None else _agreeing_share(update, cautious, scratch)
+    write = _Writer(param, weight_decay, rounding, offset, scratch)
+    if cautious is not None and share is None:
+        share = agreeing_share(agreeing_count(update, cautious, scratch), update.numel())
     for start, stop in _cut(0, param.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
             grad = load(cautious, start, stop, scratch.take("grad", stop - start))
             step = _masked(step, grad, share)
-        with edited(param, start, stop, scratch.take("param", stop - start)) as values:
-            _decay(values, weight_decay, param.dtype)
+        with write.decayed(start, stop) as values:
             _subtract(values, step, lr)
-
-
-def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The masked and scaled update that a cautious :func:`matrix_step` takes, in ``dtype``."""
-    share = _agreeing_share(update, grad, Scratch(dtype, update.device))
-    return _masked(update.to(dtype), grad.to(dtype), share)
 
 
 def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
     return step * (step * grad > 0) / share
 
 
-def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
-    n = update.numel()
+def agreeing_count(update: Tensor, grad: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """How many elements agree in sign: int64, without dimensions."""
+    if scratch is None:
+        scratch = Scratch(torch.float32, update.device)
     agreeing = torch.zeros((), dtype=torch.int64, device=update.device)
-    for start, stop in _cut(0, n):
+    for start, stop in _cut(0, update.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         sign = load(grad, start, stop, scratch.take("grad", stop - start))
         agreeing += torch.count_nonzero(step * sign > 0)
-    return (agreeing / n).clamp_(min=SMALLEST_SHARE)
+    return agreeing
 
 
-def _subtract_quotient(values: Tensor, step: Tensor, below: Tensor, rate: Scalar) -> None:
-    """values ← values − rate·step / below; may overwrite ``step``."""
-    if isinstance(rate, Tensor):
-        values.sub_(step.mul_(rate).div_(below))
-    else:
-        values.addcdiv_(step, below, value=-rate)
+def agreeing_share(count: Tensor, total: int) -> Tensor:
+    """What a cautious update is divided by: the share of elements that agree, but not tiny."""
+    return (count / total).clamp_(min=SMALLEST_SHARE)
+
+
+def _floored(below: Tensor) -> Tensor:
+    """A divisor that is not 0, so that 0 / 0 is 0; NaN stays."""
+    return below.clamp_(min=torch.finfo(below.dtype).tiny)
+
+
+def _bounded(values: Tensor, top: Tensor, limit: Scalar) -> Tensor:
+    """``values`` [blocks, any] within ±limit, but for NaN and for blocks of infinite momentum.
+
+    ``top`` [blocks, 1] are the momenta's magnitudes.
+    """
+    most = torch.full_like(top, torch.inf).masked_fill_(top.isfinite(), limit)
+    return values.clamp_(-most, most)
 
 
 def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
@@ -154,15 +208,45 @@ def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
         values.add_(step, alpha=-rate)
 
 
-def _decay(values: Tensor, weight_decay: Scalar, dtype: torch.dtype) -> None:
-    """p ← p(1 − weight_decay), rounded to the parameter's ``dtype`` as an operation of its own.
+class _Writer:
+    """Changes a parameter's values part by part: weight decay, the caller's update, rounding."""
 
-    torch.optim.AdamW rounds here too, so that decay below half a unit in the last place is lost.
-    """
-    if isinstance(weight_decay, Tensor) or weight_decay:
-        values.mul_(1 - weight_decay)
-        if values.dtype != dtype:
-            values.copy_(values.to(dtype))
+    def __init__(
+        self, param: Tensor, decay: Scalar, rounding: Seed | None, offset: int, scratch: Scratch
+    ) -> None:
+        self._param, self._decay, self._scratch = param, decay, scratch
+        self._rounding = rounding if param.dtype == torch.bfloat16 else None
+        self._offset = offset
+
+    @contextmanager
+    def decayed(self, start: int, stop: int) -> Iterator[Tensor]:
+        """p(1 − decay) of some elements, to be updated in place; written back at the end."""
+        buffer = self._scratch.take("param", stop - start)
+        with edited(self._param, start, stop, buffer) as values:
+            if isinstance(self._decay, Tensor) or self._decay:
+                values.mul_(1 - self._decay)
+                # torch.optim.AdamW rounds here too: decay below half a unit in the last place is
+                # lost.
+                if values.dtype != self._param.dtype and self._rounding is None:
+                    values.copy_(values.to(self._param.dtype))
+            yield values
+            if self._rounding is not None:
+                _round_randomly(values, self._rounding, self._offset + start)
+
+
+def _round_randomly(values: Tensor, seed: Seed, start: int) -> None:
+    """Make float32 ``values`` numbers that bfloat16 has, or leave those that must be rounded."""
+    step, number = seed
+    draw = counter_uniform(step, number | ROUNDING, start, values.numel(), values.device)
+    bits = values.view(torch.int32) + (draw * (1 << 16)).int()
+    rounded = (bits & -(1 << 16)).view(torch.float32)
+    keep = values.isfinite().logical_and_(rounded.isfinite())
+    torch.where(keep, rounded, values, out=values)
+
+
+def _flat(momentum: Momentum) -> Momentum:
+    index, magnitude = momentum.index.view(-1), momentum.magnitude.view(-1)
+    return replace(momentum, index=index, magnitude=magnitude)
 
 
 def _cut(start: int, stop: int) -> list[tuple[int, int]]:
@@ -223,7 +307,8 @@ def _quantise(momentum: Momentum, mean: Tensor, top: Tensor, start: int) -> Tens
         index = quantizer.encode(x)
     else:
         lower, upper, chance = quantizer.neighbours(x)
-        draw = counter_uniform(*momentum.seed, start, x.numel(), x.device)
+        at = momentum.offset + start
+        draw = counter_uniform(*momentum.seed, at, x.numel(), x.device)
         index = torch.where(draw < chance, upper, lower)
     momentum.index[start : start + x.numel()] = index
     return quantizer.decode(index).to(mean.dtype).view_as(mean)
@@ -232,42 +317,57 @@ def _quantise(momentum: Momentum, mean: Tensor, top: Tensor, start: int) -> Tens
 def _average_blocks(momentum: Momentum, v: Tensor, beta2: float, scratch: Scratch) -> None:
     """v ← β2·v + (1 − β2)·(mean of g² in each block)."""
     v.mul_(beta2)
+    scale = shrink(momentum.period)
     for start, stop in _spans(momentum.index.numel(), momentum.period):
         blocks = v[start // momentum.period : stop // momentum.period]
         for a, b in _cut(start, stop):
             grad = load(momentum.grad, a, b, scratch.take("grad", b - a))
-            square = torch.mul(grad, grad, out=scratch.take("size", b - a))
+            square = torch.mul(grad, scale, out=scratch.take("size", b - a)).mul_(grad)
             total = square.view(len(blocks), -1).sum(dim=1)
-            blocks.add_(total, alpha=(1 - beta2) / momentum.period)
+            blocks.add_(total, alpha=(1 - beta2) / scale / momentum.period)
 
 
-def _average_factors(task: FactoredStep, scratch: Scratch) -> None:
+def _average_factors(task: FactoredStep, row: Tensor, column: Tensor, scratch: Scratch) -> None:
     """r ← β2·r + (1 − β2)·(row means of g²), and c likewise for columns."""
     rows, columns = task.param.shape
     beta2 = task.adam.beta2
-    task.row.mul_(beta2)
-    task.column.mul_(beta2)
+    mean, scale = task.column_mean, shrink(max(rows, columns))
+    if not rows and mean is None:
+        return
+    row.mul_(beta2)
+    column.mul_(beta2)
+    if mean is not None:
+        column.add_(mean, alpha=1 - beta2)
+    for part, top, bottom, left, right in _squares(task.momentum.grad, scale, scratch):
+        row[top:bottom].add_(part.sum(dim=1), alpha=(1 - beta2) / scale / columns)
+        if mean is None:
+            column[left:right].add_(part.sum(dim=0), alpha=(1 - beta2) / scale / rows)
+
+
+def _squares(
+    grad: Tensor, scale: float, scratch: Scratch
+) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """scale·g² of a matrix in parts, each with its rows and columns, half-open."""
+    rows, columns = grad.shape
     for start, stop in _cut(0, rows * columns):
-        grad = load(task.momentum.grad, start, stop, scratch.take("grad", stop - start))
-        square = torch.mul(grad, grad, out=scratch.take("size", stop - start))
+        values = load(grad, start, stop, scratch.take("grad", stop - start))
+        square = torch.mul(values, scale, out=scratch.take("size", stop - start)).mul_(values)
         for top, bottom, left, right in rectangles(start, stop, columns):
             count = (bottom - top) * (right - left)
             part, square = square[:count].view(bottom - top, -1), square[count:]
-            task.row[top:bottom].add_(part.sum(dim=1), alpha=(1 - beta2) / columns)
-            task.column[left:right].add_(part.sum(dim=0), alpha=(1 - beta2) / rows)
+            yield part, top, bottom, left, right
 
 
-def _root(task: FactoredStep, total: Tensor, start: int, out: Tensor) -> None:
-    """``out`` ← sqrt(r cᵀ / total) from element ``start`` on; zeros where ``total`` is zero.
+def _root(row: Tensor, column: Tensor, mean: Tensor, start: int, out: Tensor) -> None:
+    """``out`` ← sqrt(r cᵀ / mean) from element ``start`` on; zeros where ``mean`` is zero.
 
     As a product of two roots: r and c of small gradients would underflow if multiplied first.
     """
-    floor = torch.finfo(out.dtype).tiny
+    mean = mean.masked_fill(mean == 0, 1)
     filled = 0
-    columns = task.param.shape[1]
-    for top, bottom, left, right in rectangles(start, start + len(out), columns):
-        row = task.row[top:bottom, None].to(out.dtype).div(total.clamp(min=floor)).sqrt_()
-        column = task.column[left:right].to(out.dtype).sqrt()
-        part = out[filled : filled + len(row) * len(column)].view(len(row), len(column))
-        torch.mul(row, column, out=part)
+    for top, bottom, left, right in rectangles(start, start + len(out), len(column)):
+        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_()
+        wide = column[left:right].to(out.dtype).sqrt()
+        part = out[filled : filled + len(tall) * len(wide)].view(len(tall), len(wide))
+        torch.mul(tall, wide, out=part)
         filled += part.numel()

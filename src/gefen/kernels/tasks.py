@@ -1,8 +1,11 @@
 """What one parameter's update reads and writes: the arguments that all implementations share.
 
 Tensors named as written are changed in place. Parameters and gradients have any strides; state
-tensors are contiguous. Elements are counted row-major. Scalars that are tensors have one element
-and lie on the parameter's device: the host does not read them, so a step can be captured.
+tensors are contiguous and of any shape, for which only the number of elements is given here.
+Elements are counted row-major. Scalars that are tensors have one element and lie on the
+parameter's device: the host does not read them, so a step can be captured.
+
+A parameter, its gradient and its state may be a shard: whole rows of a parameter that ranks share.
 """
 
 from __future__ import annotations
@@ -18,6 +21,15 @@ from gefen.codebook import Quantizer
 
 Scalar: TypeAlias = float | Tensor
 Count: TypeAlias = int | Tensor
+
+Seed: TypeAlias = tuple[Count, int]
+"""(global step, parameter number) of random numbers."""
+
+BOUND = 10
+"""Learning rates that one element moves in one step of Adam at most, weight decay apart."""
+
+ROUNDING = 1 << 62
+"""Set in a parameter's number, its random numbers are others: those its own values round by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +47,11 @@ class Momentum:
     quantizer: Quantizer
     dtype: torch.dtype
     """Of the arithmetic: float64 for float64 parameters, otherwise float32."""
-    seed: tuple[Count, int] | None
-    """(global step, parameter number) of stochastic rounding; None rounds to the nearest."""
+    seed: Seed | None
+    """Of stochastic rounding; None rounds to the nearest."""
+    offset: int = 0
+    """Of the first element within the whole parameter: element i draws the random numbers of
+    element ``offset + i``, so that shards draw what the whole draws."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +68,10 @@ class DenseMomentum:
 
 @dataclass(slots=True, eq=False)
 class Adam:
-    """The scalars of one Adam step; ``step`` is 1 at the first. Tasks may share it."""
+    """The scalars of one Adam step; ``step`` is 1 at the first. Tasks may share it.
+
+    ``maximize`` adds the update instead of subtracting it; weight decay is the same.
+    """
 
     lr: Scalar
     weight_decay: float
@@ -61,11 +79,18 @@ class Adam:
     beta1: float
     beta2: float
     step: Count
+    maximize: bool = False
 
     @property
     def rate(self) -> Scalar:
         """What the update is multiplied by, for the first moment's bias as well."""
-        return wide(self.lr) / (1 - self.beta1 ** wide(self.step))
+        rate = wide(self.lr) / (1 - self.beta1 ** wide(self.step))
+        return -rate if self.maximize else rate
+
+    @property
+    def reach(self) -> Scalar:
+        """The largest movement of an element in one step, weight decay apart."""
+        return BOUND * wide(self.lr)
 
     @property
     def correction2(self) -> Scalar:
@@ -84,6 +109,15 @@ class Adam:
         return wide(self.lr) * self.weight_decay if self.weight_decay else 0.0
 
 
+def shrink(count: int) -> float:
+    """A power of two by which squares are multiplied before so many of them are added.
+
+    Then the sum overflows only where the mean does. It is bounded, since small squares would
+    vanish in their turn.
+    """
+    return 2.0 ** -min((count - 1).bit_length(), 20)
+
+
 def wide(scalar: Scalar) -> Scalar:
     """A scalar in float64 without dimensions, as Python's are."""
     return scalar.double().reshape(()) if isinstance(scalar, Tensor) else scalar
@@ -91,12 +125,22 @@ def wide(scalar: Scalar) -> Scalar:
 
 @dataclass(slots=True, eq=False)
 class BlockStep:
-    """Adam with one second moment per block. Written: ``param``, ``v`` float32 [n / period]."""
+    """Adam with one second moment per block. Written: ``param``, ``v`` float32 [n / period].
+
+    ``rounding``: None rounds a parameter of 16 bits to the nearest, after weight decay and after
+    the update, as torch.optim does. Given a seed, a bfloat16 parameter is computed in float32 and
+    written once, rounded up or down at random by distance: the upper 16 bits of the element's
+    random word are added to the float32's bits, of which the upper 16 stay. Where that leaves the
+    finite numbers, and of what is not finite, the result is the nearest. The random numbers are
+    those of the parameter's number with ``ROUNDING`` set, never those of its momentum. Parameters
+    of other dtypes are not affected.
+    """
 
     param: Tensor
     momentum: Momentum
     v: Tensor
     adam: Adam
+    rounding: Seed | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +148,12 @@ class FactoredStep:
     """Adam with a factored second moment.
 
     Written: ``param`` [rows, columns], ``row`` float32 [rows], ``column`` float32 [columns].
+    ``rounding`` as in :class:`BlockStep`.
+
+    ``column_mean``, float32 [columns], is given where the matrix is a shard: the mean over all
+    rows of the whole parameter of each column's g², which ``column`` then takes up instead of
+    that of these rows; see :func:`gefen.kernels.column_means`. A shard without rows only takes
+    up that, so that ``column`` is equal on all ranks.
     """
 
     param: Tensor
@@ -111,3 +161,5 @@ class FactoredStep:
     row: Tensor
     column: Tensor
     adam: Adam
+    column_mean: Tensor | None = None
+    rounding: Seed | None = None

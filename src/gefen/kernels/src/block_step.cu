@@ -9,8 +9,11 @@ struct Block : Quantised<Block> {
     __device__ static Outcome settle(const Task& task, const Moments& old, const Peak& peak,
                                      Moments& fresh) {
         fresh = {__uint_as_float(peak.top), fmaf(peak.total, task.share, old.v * task.beta2)};
-        const float below = sqrtf(fresh.v) / task.root2 + task.eps;
-        return {old.magnitude, fresh.magnitude, fresh.magnitude * task.rate / below, 0.0f};
+        const float below = floored(sqrtf(fresh.v) / task.root2 + task.eps);
+        float step = fresh.magnitude * task.rate / below;
+        // Finite for finite momenta: no entry may become NaN for being 0.
+        if (fabsf(step) > LARGEST && fresh.magnitude <= LARGEST) step = copysignf(LARGEST, step);
+        return {old.magnitude, fresh.magnitude, step, 0.0f};
     }
 
     __device__ static void write(const Task& task, const Place& place, float (&entry)[WIDTH],
@@ -20,9 +23,14 @@ struct Block : Quantised<Block> {
         decay(task, param);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
-            param[j] = fmaf(-entry[j], step[j], param[j]);
+            // Entries are at most 1.
+            if (fabsf(step[j]) > task.reach && fabsf(step[j]) <= LARGEST) {
+                param[j] -= bounded(task, entry[j] * step[j]);
+            } else {
+                param[j] = fmaf(-entry[j], step[j], param[j]);
+            }
         }
-        store(task.param, place, param);
+        write_param(task, place, param);
     }
 };
 

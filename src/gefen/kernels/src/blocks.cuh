@@ -262,7 +262,7 @@ struct Walk {
 
     __device__ Peak own() const {
         const Part& part = shared.parts[threadIdx.x];
-        return {part.top, (float)part.total};
+        return {part.top, (float)(part.total * task.rest)};
     }
 
     // A vector's gradient, and the value that it advances.
@@ -335,8 +335,8 @@ struct Walk {
         for (int j = 0; j < WIDTH; ++j) value[j] = place.holds(j) ? value[j] : 0.0f;
     }
 
-    __device__ static Peak peak_of(float grad, float value) {
-        return {magnitude_bits(value), grad * grad};
+    __device__ Peak peak_of(float grad, float value) const {
+        return {magnitude_bits(value), grad * task.scale * grad};
     }
 
     __device__ Moments moments(long long block) const {

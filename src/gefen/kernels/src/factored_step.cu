@@ -4,7 +4,6 @@
 
 #define STRIP (WARP * 4 * WIDTH)  // columns of a panel, as in packing.py
 #define PANEL 128  // rows of a panel, as in packing.py
-#define TINY 0x1p-126f  // smallest normal number: the divisor is not below it
 
 struct Factored : Quantised<Factored> {
     static constexpr bool READS = true;
@@ -37,8 +36,10 @@ struct Factored : Quantised<Factored> {
                 columns = task.column_root;
                 left = (task.columns < WIDTH ? (int)task.columns : WIDTH) - 1;
             }
-            const float below = row_root * *columns++ + task.eps;
-            param += -task.rate * entry / below;
+            const float below = floored(row_root * *columns++ + task.eps);
+            float move = task.rate * entry / below;
+            if (fabsf(entry) <= LARGEST && fabsf(move) > task.reach) move = bounded(task, move);
+            param -= move;
         };
         if (place.sure) {
 #pragma unroll
@@ -51,7 +52,7 @@ struct Factored : Quantised<Factored> {
                 turn(param, param[0]);
             }
         }
-        store(task.param, place, param);
+        write_param(task, place, param);
     }
 };
 
@@ -95,7 +96,7 @@ extern "C" __launch_bounds__(THREADS, 2) __global__ void factor_sums(const void*
                 packed.unpack(task.grad.kind, grad);
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) {
-                    const float square = grad[j] * grad[j];
+                    const float square = grad[j] * task.scale * grad[j];
                     across.total += square;
                     down[k][j] += square;
                 }
@@ -157,28 +158,29 @@ extern "C" __launch_bounds__(THREADS) __global__ void factor_means(const void* m
         __syncthreads();
         if (warp > 0 || column >= task.columns) continue;
         for (int i = 1; i < THREADS / WARP; ++i) total += shared.slices[i * WARP + lane];
+        if (task.column_mean) total = task.column_mean[column];
         const float mean = fmaf(total, task.column_share, task.column[column] * task.beta2);
         task.column[column] = mean;
         task.column_root[column] = sqrtf(mean);
     }
 }
 
-// Roots of the row factors, over the mean of all rows. An item is a task.
+// Roots of the row factors, over the mean of all columns. An item is a task.
 extern "C" __launch_bounds__(THREADS) __global__ void factor_roots(const void* memory,
                                                                    long long items) {
     SHARED(Sums, shared);
     const Table<Factors> table(memory);
     for (long long item = blockIdx.x; item < items; item += gridDim.x) {
         const Factors& task = table.tasks[item];
-        float sum = 0.0f;
+        double sum = 0.0;  // it may be beyond what a float holds
 #pragma unroll 4
-        for (long long i = threadIdx.x; i < task.rows; i += THREADS) sum += task.row[i];
-        sum = joined_threads({0, sum}, shared.warps).total;
-        const float total = sum / (float)task.rows * task.correction2;
-        const float mean = total < TINY ? TINY : total;
+        for (long long i = threadIdx.x; i < task.columns; i += THREADS) sum += task.column[i];
+        const float own = (float)(sum * (double)(1.0f / (float)task.columns));
+        float mean = joined_threads({0, own}, shared.warps).total;
+        if (mean == 0.0f) mean = 1.0f;  // all columns are 0
 #pragma unroll 4
         for (long long i = threadIdx.x; i < task.rows; i += THREADS) {
-            task.row_root[i] = sqrtf(task.row[i] / mean);
+            task.row_root[i] = sqrtf(task.row[i] / mean / task.correction2);
         }
     }
 }

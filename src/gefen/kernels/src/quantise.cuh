@@ -93,5 +93,32 @@ __device__ inline void philox(unsigned long long block, unsigned long long param
     out[3] = c3;
 }
 
+// The words of consecutive elements.
+struct Words {
+    unsigned words[4] = {};
+
+    // That of an element, which is the first or follows the one before.
+    __device__ unsigned next(unsigned long long element, bool first, unsigned long long parameter,
+                             unsigned long long step) {
+        const unsigned lane = (unsigned)element % 4;
+        if (first || !lane) {
+            philox(element / 4, parameter, step, words);
+#pragma unroll 1
+            for (unsigned i = 0; i < lane; ++i) turn(words, 0u);
+        }
+        const unsigned word = words[0];
+        turn(words, 0u);
+        return word;
+    }
+};
+
+// One of a number's two bfloat16 neighbours at random, by distance; of what is not finite, or would
+// not be, the number itself, which then must be rounded.
+__device__ inline float rounded(float value, unsigned word) {
+    const unsigned bits = __float_as_uint(value) + (word >> 16);
+    const bool finite = magnitude_bits(value) < 0x7f800000u && (bits & 0x7fffffffu) < 0x7f800000u;
+    return finite ? __uint_as_float(bits & 0xffff0000u) : value;
+}
+
 // A number in [0, 1) from one of them, as gefen.codebook.counter_uniform makes it.
 __device__ inline float uniform(unsigned word) { return (float)(word >> 8) * 0x1p-24f; }

@@ -3,12 +3,37 @@
 
 #include "blocks.cuh"
 
-// p <- p (1 - lr wd), rounded as an operation of its own.
+#define TINY 0x1p-126f  // smallest normal number: divisors are not below it
+#define LARGEST 0x1.fffffep127f
+
+// p <- p (1 - lr wd), rounded as an operation of its own unless all is rounded at random.
 __device__ inline void decay(const Task& task, float (&param)[WIDTH]) {
     if (!(task.flags & DECAYS)) return;
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) param[j] *= task.keep;
-    round_to(task.param.kind, param);
+    if (!(task.flags & ROUNDS)) round_to(task.param.kind, param);
+}
+
+// Store a parameter's new values.
+__device__ inline void write_param(const Task& task, const Place& place, float (&param)[WIDTH]) {
+    if (task.flags & ROUNDS) {
+        Words words;
+#pragma unroll 1
+        for (int j = 0; j < WIDTH; ++j) {
+            const unsigned word = words.next(place.element + j + task.offset, !j,
+                                             task.round_parameter, task.round_step);
+            turn(param, rounded(param[0], word));
+        }
+    }
+    store(task.param, place, param);
+}
+
+// What is not below the divisors' least; NaN stays.
+__device__ inline float floored(float below) { return below < TINY ? TINY : below; }
+
+// A number within the reach of a step.
+__device__ inline float bounded(const Task& task, float move) {
+    return fminf(fmaxf(move, -task.reach), task.reach);
 }
 
 // Op::write takes the new entries, and what of the outcomes Op::FIELD names.
@@ -72,19 +97,19 @@ struct Quantised {
     __device__ static void slow(const Task& task, const Codebook& codebook, const Place& place,
                                 float (&value)[WIDTH], float (&top)[WIDTH], Bytes& index) {
         const bool draws = task.flags & STOCHASTIC;
-        unsigned words[4] = {};
+        Words words;
 #pragma unroll 1
         for (int j = 0; j < WIDTH; ++j) {
-            if (draws && j % 4 == 0) {
-                philox((place.element + j) / 4, task.parameter, task.step, words);
-            }
             const float x = value[0] / (top[0] == 0.0f ? 1.0f : top[0]);
             unsigned chosen = codebook.nearest(x);
-            if (draws) chosen = codebook.drawn(x, chosen, uniform(words[0]));
+            if (draws) {
+                const unsigned word =
+                    words.next(place.element + j + task.offset, !j, task.parameter, task.step);
+                chosen = codebook.drawn(x, chosen, uniform(word));
+            }
             index.set(j, chosen);
             turn(value, codebook.entry[chosen]);
             turn(top, 0.0f);
-            turn(words, 0u);
         }
     }
 

@@ -16,7 +16,8 @@ struct View {
     int aligned;  // contiguous, and eight elements may be moved at a time
 };
 
-// The largest magnitude (its bits) and the sum of squares of some elements.
+// The largest magnitude (its bits) and the sum of squares of some elements, which are multiplied by
+// a power of two, so that the sum overflows only where the mean would.
 struct Peak {
     unsigned top;
     float total;
@@ -27,7 +28,7 @@ struct Moments {
     float magnitude, v;
 };
 
-enum Flags { NESTEROV = 1, STOCHASTIC = 2, ALIGNED = 4, DECAYS = 8 };
+enum Flags { NESTEROV = 1, STOCHASTIC = 2, ALIGNED = 4, DECAYS = 8, ROUNDS = 16 };
 
 // One parameter's momentum and what is made of it. Pointers that a kernel does not use are null.
 struct Task {
@@ -44,12 +45,16 @@ struct Task {
     long long span;  // elements of an item: whole blocks, or a chunk of one
     long long chunks;  // items of a block that is cut; 1 where items are whole blocks
     long long columns;
+    long long offset;  // of its first element within the parameter whose random numbers it draws
     unsigned long long step, parameter;  // what random numbers depend on
+    unsigned long long round_step, round_parameter;  // and those that parameters are rounded by
     float mix;  // 1 - beta
-    float beta2, share;  // share: (1 - beta2) / period
+    float beta2, share;  // share: (1 - beta2) times what makes a mean of a peak's total
     float root2, eps;  // root2: root of the second moment's bias correction
-    float rate;  // lr / first moment's bias correction
+    float rate;  // lr / first moment's bias correction, negative where a step maximises
+    float reach;  // what one element moves at most
     float keep;  // 1 - lr * weight_decay
+    float scale, rest;  // powers of two: of squares before they are added, and of sums of many
     int flags;
 };
 
@@ -59,9 +64,11 @@ struct Factors {
     float *row, *column;  // EMAs of the means of squares, [rows] and [columns]
     float *row_root, *column_root;  // roots of the factors of the second moment
     float *row_parts, *column_parts;  // sums of squares: [rows, strips] and [panels, columns]
+    const float* column_mean;  // of squares, if other rows count as well: [columns]
     long long rows, columns;
     long long strips, panels;
     float beta2, row_share, column_share, correction2;
+    float scale;  // a power of two: of squares before they are added
 };
 
 struct Header {
