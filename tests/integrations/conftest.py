@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "distributed")]
-os.environ["HF_HUB_OFFLINE"] = "1"
-from ranks import RankPool
+sys.path.insert(0, str(TESTS / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import RankPool  # noqa: E402
+
+BUILT = Path(sys.prefix) / "torch_extensions"
+# What DeepSpeed compiles is kept with the environment that it is for.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": str(BUILT)}
 
 
 def pytest_configure(config: Any) -> None:
