@@ -244,7 +244,7 @@ def test_stochastic_rounding_is_unbiased_and_repeats() -> None:
             optimizer.step()
             state = optimizer.state[param]
             entries = state["codebook"][state["index"].long()].view(-1, state["period"])
-            total += (entries * state["magnitude"][:, None]).view(-1)
+            total += (entries * state["magnitude"].view(-1, 1)).view(-1)
         means.append((total / 60 - grad.view(-1)).abs().mean().item())
     assert means[0] < 0.4 * means[1]
 
