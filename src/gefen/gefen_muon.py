@@ -255,7 +255,7 @@ class GefenMuon(QuantisedOptimizer):
         """
         settings = work.settings
         lr = wide(settings["lr"])
-        parts = zip(*(_matrices(t) for t in (work.param, update, work.grad)), strict=True)
+        parts = zip(*(matrices_of(t) for t in (work.param, update, work.grad)), strict=True)
         for param, own, grad in parts:
             matrix_step(
                 param,
@@ -267,7 +267,7 @@ class GefenMuon(QuantisedOptimizer):
             )
 
 
-def _matrices(tensor: Tensor) -> list[Tensor]:
+def matrices_of(tensor: Tensor) -> list[Tensor]:
     """The matrices of a stack; cautious updates take a share of each."""
     return list(tensor) if tensor.dim() == 3 else [tensor]
 

@@ -311,7 +311,9 @@ def test_the_file_of_one_rank_is_refused_by_name_on_all(ranks: RankPool, tmp_pat
     kinds = [kind for kind in KINDS if "approx" not in kind]
     for told in ranks.run(refused, 2, kinds, str(tmp_path), limit_s=60):
         for kind in kinds:
-            assert "holds the part of the rank at (0,) of the mesh, this one is at (1,)" in told[kind]
+            assert (
+                "holds the part of the rank at (0,) of the mesh, this one is at (1,)" in told[kind]
+            )
             assert "changed nothing on any rank" in told[kind]
 
 
