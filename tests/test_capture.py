@@ -131,13 +131,6 @@ def test_blocks_that_are_not_decided_yet(monkeypatch: pytest.MonkeyPatch) -> Non
     run.captured(graph)
 
 
-def test_a_codebook_is_not_refreshed_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = lambda p, lr: Gefen(p, lr, codebook_refresh_every=3, capturable=True)  # noqa: E731
-    run = Run(make, SHAPES, F32)
-    run.steps(2, run.optimizer.step)
-    refused(run, injected(monkeypatch), "codebook_refresh_every=3")
-
-
 def test_a_capture_right_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(capturable("hybrid"), SHAPES, F32)
     graph = injected(monkeypatch)

@@ -15,7 +15,6 @@ from workload import bytes_of
 from gefen import GefenMuon
 from gefen.errors import (
     InvalidArgumentError,
-    UnsupportedFeatureError,
     UnsupportedParameterError,
 )
 from gefen.kernels import reference
@@ -350,11 +349,6 @@ def test_bad_settings_are_named(name: str, value: Any) -> None:
             with pytest.raises(InvalidArgumentError, match=rf"Invalid {name}"):
                 optimizer.step()
             assert not optimizer.state
-
-
-def test_what_is_not_available_is_refused() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="fp8_ns=True is not available"):
-        GefenMuon([start((3, 3))], fp8_ns=True)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5)], ids=str)

@@ -10,9 +10,10 @@ import pytest
 
 import gefen
 
-# Names, order, kinds and defaults of gefen-x 0.5.0: before "*" arguments are positional or
-# keywords, after it keywords only; "**" takes any others.
+# Names, order, kinds and defaults of gefen-x 0.5.0, then what is new: before "*" arguments are
+# positional or keywords, after it keywords only; "**" takes any others.
 REQUIRED = inspect.Parameter.empty
+NEW = {"maximize": False, "bf16_stochastic_round": False}
 QUANTISED = {"deterministic": False, "capturable": False, "verbose": False}
 SHARDED = {
     "sharded_mode": "exact",
@@ -39,6 +40,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "codebook_refresh_every": 0,
         "stochastic_round": False,
         **QUANTISED,
+        **NEW,
     },
     "GefenMuon": {
         "params": REQUIRED,
@@ -60,6 +62,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "cautious": False,
         "capturable": False,
         "verbose": False,
+        **NEW,
     },
     "GefenMuonHybrid": {
         "muon_named_params": REQUIRED,
@@ -91,6 +94,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "cautious": False,
         "capturable": False,
         "verbose": False,
+        **NEW,
+        "sides": None,  # not of gefen-x
     },
     "GefenMuonHybrid.from_model": {
         "model": REQUIRED,
@@ -101,6 +106,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "split_params_for_muon": {
         "model": REQUIRED,
         "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,  # not of gefen-x
+    },
+    "routing_table": {  # not of gefen-x
+        "model": REQUIRED,
+        "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,
     },
     "validate_split": {
         "muon_named_params": REQUIRED,
@@ -131,6 +144,7 @@ def test_public_names() -> None:
         "GefenMuonHybrid",
         "__version__",
         "kernels",
+        "routing_table",
         "split_params_for_muon",
         "validate_split",
     }

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gefen
-from gefen import __main__ as main
 from gefen import kernels
+from gefen import report as main
 from gefen.errors import CudaUnavailable
 from gefen.kernels import images
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from training import start
 
-from gefen import Gefen, GefenMuon
+from gefen import Gefen
 from gefen.errors import (
     GefenError,
     InvalidArgumentError,
@@ -54,8 +54,6 @@ def test_other_bad_arguments() -> None:
             Gefen(params)
     with pytest.raises(InvalidArgumentError, match="not a mix"):
         Gefen([("w", start((3,))), start((3,))])
-    with pytest.raises(UnsupportedFeatureError, match="fp8_ns=True"):
-        GefenMuon([start((3, 3))], fp8_ns=True)
     assert issubclass(UnsupportedFeatureError, NotImplementedError)
 
 
@@ -85,9 +83,6 @@ def test_names_are_for_all_groups_or_none() -> None:
     assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0]["param_names"] = []
     optimizer.step()
-    optimizer.param_groups[0]["param_names"] = ["w", "v"]
-    with pytest.raises(InvalidArgumentError, match="2 names for 1 parameters"):
-        optimizer.step()
 
 
 def test_groups_may_come_from_generators() -> None:
@@ -97,6 +92,6 @@ def test_groups_may_come_from_generators() -> None:
 
 
 def test_arguments_of_other_optimizers_are_refused() -> None:
-    for name in ("foreach", "differentiable", "maximize", "amsgrad", "momentum_dtype"):
+    for name in ("foreach", "differentiable", "amsgrad", "momentum_dtype"):
         with pytest.raises(TypeError, match=name):
             Gefen([start((3,))], **{name: True})

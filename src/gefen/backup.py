@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gefen import capture
 from gefen import hyperparameters as check
-from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
-from gefen.half import Half
+from gefen.group_keys import KnownKeys
 from gefen.layout import Layout
 from gefen.parameters import Slot
 from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
+from gefen.step import gradients
 
 
 def _unhooked_step() -> Any:
@@ -26,13 +26,13 @@ def _unhooked_step() -> Any:
     return step
 
 
-class BackupAdamW(Half, torch.optim.AdamW):
+class BackupAdamW(KnownKeys, torch.optim.AdamW):
     """torch's AdamW, with the parts of a step and of a checkpoint that a hybrid asks for."""
 
     checks: ClassVar[dict[str, check.Check]] = {
         "lr": check.learning_rate,
         "betas": check.betas,
-        "eps": check.at_least_zero,
+        "eps": check.divisor,
         "weight_decay": check.at_least_zero,
     }
 
@@ -55,8 +55,10 @@ class BackupAdamW(Half, torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in AdamW, with settings and parameters validated as in the other half."""
-        settings = check.checked({**self.defaults, **param_group}, self.checks)
-        super().add_param_group({**param_group, **settings})
+        group = self._with_betas(param_group)
+        settings = {**self.defaults, **group}
+        torchs = {key: own for key, own in self.torchs_checks.items() if key in settings}
+        super().add_param_group(group | check.checked(settings, {**self.checks, **torchs}))
 
     def _collect(self) -> list[Slot]:
         for group in self.param_groups:
@@ -114,6 +116,7 @@ class BackupAdamW(Half, torch.optim.AdamW):
         return self._resumed(group)
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_keys(settings)
         torchs = {
             key: settings.get(key, default)
             for key, default in self.defaults.items()

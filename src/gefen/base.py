@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,25 +14,24 @@ from torch import Tensor
 
 from gefen import capture
 from gefen.blocks import UNDECIDED, find_period, row_length, row_period
-from gefen.checkpoint import CheckpointedOptimizer, forbid_inference
+from gefen.checkpoint import CheckpointedOptimizer
 from gefen.codebook import Quantizer, blank, digest, fixed, is_blank
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
 from gefen.layout import Layout, layout_of
-from gefen.momentum import histogram, learn_from, reencode
+from gefen.momentum import adapt, histogram, learn_from, reencode
 from gefen.parameters import (
     Slot,
     check_distinct,
-    check_gradient,
+    check_names,
     held,
     is_dtensor,
     is_shared,
     named,
     slots,
 )
-from gefen.scaling import forgotten_on_failure, refuse_controls
 from gefen.state import (
     BLOCKWISE,
     CODEBOOK,
@@ -49,47 +47,18 @@ from gefen.state import (
     advance,
     block_shape,
     check_unchanged,
+    is_unbegun,
 )
 from gefen.steady import Steady
+from gefen.step import gradients, stepped
+from gefen.work import Plan, Work
 
 if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
     from gefen.distributed.shards import Shards
     from gefen.distributed.stepping import StepFailure
 
 logger = logging.getLogger("gefen")
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A parameter that has a gradient, and its group's settings at the time of this step."""
-
-    slot: Slot
-    param: Tensor
-    """What is updated: the parameter, or this rank's shard of it."""
-    grad: Tensor
-    """Likewise."""
-    settings: dict[str, Any]
-    layout: Layout
-    shared: bool = False
-    """Whether its ranks step it together."""
-    entry: Entry = field(default_factory=dict)
-    """The parameter's state, once the step updates it."""
-
-    @property
-    def key(self) -> Tensor:
-        """The parameter as it is registered, which its state is found by."""
-        return self.slot.param
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a step is about to publish; making it changes nothing."""
-
-    works: list[Work]
-    missing: dict[Tensor, Entry] = field(default_factory=dict)
-    """What each parameter's state lacks; those that lack nothing may be left out."""
-    codebook: Tensor | None = None
-    """Learned in this step, on the CPU."""
 
 
 class QuantisedOptimizer(Half, CheckpointedOptimizer):
@@ -153,6 +122,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         group["params"], names = named(group["params"])
         if names is not None:
             group["param_names"] = names
+        check_names(group)
         misplaced = sorted(group.keys() & self.options.keys())
         if misplaced:
             raise InvalidArgumentError(
@@ -200,6 +170,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 work.settings = settings[id(work.slot.group)]
             return known
         self._steady = None
+        self._drop_unbegun()
         found = gradients(self.param_groups, self._check)
         return [self._work(slot, grad, settings[id(slot.group)]) for slot, grad in found]
 
@@ -227,6 +198,13 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _agreement(self) -> Agreement | None:
         return self._joint_agreement() if self._shares() else None
+
+    def _drop_unbegun(self) -> None:
+        """Forget entries that say that nothing was done, which wrappers load as they are."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if is_unbegun(self.state.get(param) or {}):
+                    del self.state[param]
 
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
@@ -327,9 +305,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     ) -> Tensor:
         """A tensor of the state, by the shape of the whole parameter's."""
         rowwise = key in ROWWISE
-        part = torch.zeros(
-            work.layout.part(shape, rowwise), dtype=dtype, device=work.param.device
-        )
+        part = torch.zeros(work.layout.part(shape, rowwise), dtype=dtype, device=work.param.device)
         return work.layout.placed(part, rowwise)
 
     def _period(self, work: Work) -> int:
@@ -426,6 +402,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             home = device if self.capturable else count.device
             if home not in counts:
                 counts[home] = count.to(home)
+            adapt(entry, by_device[device])
             entry |= {GLOBAL_STEP: counts[home], CODEBOOK: by_device[device]}
         if learned is not None:
             self._examined = self._shared(CODEBOOK), False
@@ -456,9 +433,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
-        entry, codebook, offset = work.entry, work.entry[CODEBOOK], 0
-        if work.layout.in_rows:
-            offset = work.layout.first * row_length(work.layout.shape)
+        entry, codebook = work.entry, work.entry[CODEBOOK]
         return Momentum(
             work.grad,
             held(entry[INDEX]),
@@ -468,13 +443,23 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             self._quantizer(codebook),
             torch.float64 if work.param.dtype is torch.float64 else torch.float32,
             self._seed(work) if work.settings["stochastic_round"] else None,
-            offset,
+            self._offset(work),
         )
+
+    def _offset(self, work: Work) -> int:
+        """Elements of the whole parameter before those that a work has."""
+        layout = work.layout
+        return layout.first * row_length(layout.shape) if layout.in_rows else 0
 
     def _seed(self, work: Work) -> tuple[int | Tensor, int]:
         """What the random numbers of a parameter in this step depend on."""
         count = work.entry[GLOBAL_STEP]
-        return count if self.capturable else int(count), work.slot.number
+        return count if self.capturable else int(count), work.slot.stream
+
+    def _rounding(self, work: Work) -> tuple[int | Tensor, int] | None:
+        """What a bfloat16 parameter's values are rounded by, if not to the nearest."""
+        wanted = work.settings["bf16_stochastic_round"] and work.param.dtype == torch.bfloat16
+        return self._seed(work) if wanted else None
 
     def _halves(self) -> Sequence[QuantisedOptimizer]:
         return [self]
@@ -560,65 +545,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
 
 _CPU = torch.device("cpu")
-
-
-def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
-    """Step all halves, once all of them and all ranks are ready; return the closure's value.
-
-    Under ``torch.compile`` as well it runs as it is: what it does depends on values.
-    """
-    run = _stepped
-    if torch.compiler.is_compiling():
-        run = torch.compiler.disable(_stepped)  # type: ignore[no-untyped-call]
-    return run(optimizer, closure)
-
-
-def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
-    forbid_inference("step()")
-    halves: Sequence[Any] = optimizer._halves()
-    with forgotten_on_failure(optimizer), _ended_on_failure(halves):
-        agreement = optimizer._agreement()
-        if capture.under_way():
-            capture.check(halves, agreement)
-        if agreement is not None:
-            return agreement.step(optimizer, halves, partial(evaluate, closure))
-        refuse_controls(optimizer)
-        loss = evaluate(closure)
-        plans = [half._prepare(half._collect()) for half in halves]
-        for half, plan in zip(halves, plans, strict=True):
-            half._commit(plan)
-        return loss
-
-
-@contextmanager
-def _ended_on_failure(halves: Sequence[Half]) -> Iterator[None]:
-    """Let go of what a step that fails has begun with, its gradients among it."""
-    try:
-        yield
-    except BaseException:
-        for half in halves:
-            half._ended()
-        raise
-
-
-def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, run with gradients enabled; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def gradients(
-    groups: list[dict[str, Any]], check: Callable[[Slot], None]
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Every parameter that has a gradient, both validated, and that gradient."""
-    for slot in slots(groups):
-        grad = slot.param.grad
-        if grad is not None:
-            check(slot)
-            check_gradient(slot.param, grad, slot.name)
-            yield slot, grad.detach()
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:

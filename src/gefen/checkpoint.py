@@ -20,7 +20,7 @@ from gefen.codebook import is_blank
 from gefen.errors import CheckpointError, GefenError, InvalidArgumentError
 from gefen.half import Half
 from gefen.layout import copied_to, distributed_like
-from gefen.parameters import Slot, held, is_dtensor, slots
+from gefen.parameters import Slot, comparable_names, held, is_dtensor, slots
 from gefen.state import (
     BLOCKWISE,
     CODEBOOK,
@@ -38,6 +38,7 @@ from gefen.state import (
     counted_by_host,
     disagreement,
     impossible,
+    is_unbegun,
 )
 
 if TYPE_CHECKING:
@@ -157,6 +158,10 @@ def _packed(groups: list[dict[str, Any]], state: Mapping[Tensor, Entry]) -> dict
         | {"params": [numbers[param] for param in group["params"]]}
         for group in groups
     ]
+    for group in packed:
+        # Those of parameters that a partition has taken the place of.
+        if len(group.get("param_names", ())) != len(group["params"]):
+            group.pop("param_names", None)
     entries = {slot.number: _shown(state.get(slot.param) or {STEP: 0}) for slot in found}
     return {"state": entries, "param_groups": packed}
 
@@ -223,13 +228,14 @@ def _read(
     """Validate a state dict; return a copy of each group's settings and each entry."""
     saved_groups, saved_state = _outline(saved, groups)
     numbers = [number for group in saved_groups for number in group["params"]]
+    _check_names(saved_groups, groups)
     settings: list[dict[str, Any]] = [{} for _ in groups]
     entries: dict[Tensor, Entry] = {}
     for half in halves:
         own = set(map(id, half.param_groups))
         for at, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
             if id(group) in own:
-                settings[at] = _settings(half, at, group, saved_group)
+                settings[at] = _settings(half, at, saved_group)
         pairs = zip(slots(groups), numbers, strict=True)
         found = {
             slot.param: _entry(half, slot, saved_state[number])
@@ -290,16 +296,20 @@ def _check_group(number: int, group: Any) -> None:
         _refuse(f"group {number} has {names!r} as 'param_names', expected {len(params)} names")
 
 
-def _settings(
-    half: Half, number: int, group: dict[str, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
-    names, saved_names = group.get("param_names"), saved.get("param_names")
-    if names and saved_names and list(names) != list(saved_names):
-        pair = next(pair for pair in zip(saved_names, names, strict=False) if pair[0] != pair[1])
+def _check_names(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise where parameters are in another order, however the models are wrapped."""
+    both = zip(comparable_names(saved_groups), comparable_names(groups), strict=True)
+    for number, (saved, own) in enumerate(both):
+        if saved is None or own is None or len(saved) != len(own) or saved == own:
+            continue
+        pair = next(pair for pair in zip(saved, own, strict=True) if pair[0] != pair[1])
         _refuse(
             f"group {number} was saved with parameter {pair[0]!r} where this optimizer has "
             f"{pair[1]!r}; a hook of register_load_state_dict_pre_hook can rename or reorder"
         )
+
+
+def _settings(half: Half, number: int, saved: dict[str, Any]) -> dict[str, Any]:
     try:
         chosen = half._resumed(saved)
     except GefenError as error:
@@ -316,7 +326,7 @@ def _entry(half: Half, slot: Slot, saved: Any) -> Entry:
     if not isinstance(saved, Mapping):
         _refuse(f"the state of parameter {slot.name!r} is no dict")
     entry, counted = dict(saved), counted_by_host(saved)
-    if entry.keys() == {STEP} and isinstance(counted[STEP], int) and counted[STEP] == 0:
+    if is_unbegun(entry):
         return {}
     spec = half._spec(slot, entry)
     if STEP in spec.counts:

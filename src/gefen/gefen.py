@@ -13,8 +13,9 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
+from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
+from gefen.group_keys import Options
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
 from gefen.parameters import Slot, held
 from gefen.state import (
@@ -29,12 +30,13 @@ from gefen.state import (
     block_shape,
     momentum_spec,
 )
+from gefen.work import Work
 
 if TYPE_CHECKING:
     from gefen.distributed.stepping import StepFailure
 
 
-class Gefen(QuantisedOptimizer):
+class Gefen(Options, QuantisedOptimizer):
     """AdamW with quantised momentum and shared or factored second moments.
 
     A drop-in for :class:`torch.optim.AdamW`: float32, bfloat16, float16 and float64 parameters
@@ -49,10 +51,16 @@ class Gefen(QuantisedOptimizer):
     Settings of a group:
 
     - ``lr`` ≥ 0, or a tensor with one element that may be changed in place; ``betas`` in
-      [0, 1); ``eps`` ≥ 0; ``weight_decay`` ≥ 0, decoupled as in AdamW.
+      [0, 1), which gefen-x's keys ``beta1`` and ``beta2`` of a group become; ``eps`` ≥ 2^-126;
+      ``weight_decay`` ≥ 0, decoupled as in AdamW.
+    - ``maximize``: go up the gradient; weights still decay towards zero.
+    - ``bf16_stochastic_round``: write bfloat16 parameters rounded up or down at random by
+      distance, once a step, so that updates and decay below half a unit in the last place are
+      not lost. Repeatable, and equal on replicas. Other dtypes are not affected.
     - ``factored_v_2d``: factored second moments for matrices.
     - ``force_1d_period_one``, ``force_2d_period_one``, ``period_one_substrings``: magnitudes
-      for every single element of vectors, of matrices, of parameters whose name contains one.
+      for every single element of vectors, of matrices, of parameters whose name contains one, in
+      any case.
     - ``stochastic_round``: round the momentum up or down at random by distance, rather than to
       the nearest entry; a resumed run repeats the same numbers.
 
@@ -81,13 +89,15 @@ class Gefen(QuantisedOptimizer):
     checks: ClassVar[dict[str, check.Check]] = {
         "lr": check.learning_rate,
         "betas": check.betas,
-        "eps": check.at_least_zero,
+        "eps": check.divisor,
         "weight_decay": check.at_least_zero,
         "force_1d_period_one": check.flag,
         "force_2d_period_one": check.flag,
         "period_one_substrings": check.strings,
         "factored_v_2d": check.flag,
         "stochastic_round": check.flag,
+        "maximize": check.flag,
+        "bf16_stochastic_round": check.flag,
     }
     option_checks: ClassVar[dict[str, check.Check]] = {
         **QuantisedOptimizer.option_checks,
@@ -114,12 +124,37 @@ class Gefen(QuantisedOptimizer):
         deterministic: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
+        if capturable and codebook_refresh_every:
+            check.refuse(
+                "codebook_refresh_every",
+                codebook_refresh_every,
+                "0 with capturable=True: a captured step learns no codebook",
+            )
         super().__init__(params, locals())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the base class, see :class:`~gefen.group_keys.KnownKeys`."""
+        if isinstance(param_group, dict):
+            self._check_rounding({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_rounding(self, settings: Mapping[str, Any]) -> None:
+        if self.deterministic and settings["stochastic_round"] and settings["factored_v_2d"]:
+            check.refuse(
+                "stochastic_round",
+                True,
+                "False with deterministic=True and factored_v_2d=True, as in gefen-x; or pass "
+                "factored_v_2d=False",
+            )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # torch.distributed.checkpoint loses collections that are empty.
-        return super()._resumed({"period_one_substrings": (), **settings})
+        resumed = super()._resumed({"period_one_substrings": (), **settings})
+        self._check_rounding(resumed)
+        return resumed
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
@@ -136,7 +171,10 @@ class Gefen(QuantisedOptimizer):
         forced = (
             (dimensions == 1 and settings["force_1d_period_one"])
             or (dimensions == 2 and settings["force_2d_period_one"])
-            or any(part in work.slot.name for part in settings["period_one_substrings"])
+            or any(
+                part.lower() in work.slot.name.lower()
+                for part in settings["period_one_substrings"]
+            )
         )
         return 1 if forced else None
 
@@ -212,14 +250,15 @@ class Gefen(QuantisedOptimizer):
                 settings = work.settings
                 adam = _adam(settings, step)
             momentum = self._momentum(work, adam.beta1)
+            task: BlockStep | FactoredStep
             if V in entry:
-                blocks.append(BlockStep(work.param, momentum, held(entry[V]), adam))
+                blocks.append(task := BlockStep(work.param, momentum, held(entry[V]), adam))
             else:
                 rows, columns = held(entry[V_ROW]), held(entry[V_COL])
-                mean = means.get(work.key)
-                factored.append(
-                    FactoredStep(work.param, momentum, rows, columns, adam, column_mean=mean)
-                )
+                task = FactoredStep(work.param, momentum, rows, columns, adam)
+                task.column_mean = means.get(work.key)
+                factored.append(task)
+            task.rounding = self._rounding(work)
         kernels.block_step(blocks, self.options["fused"])
         kernels.factored_step(factored, self.options["fused"])
 
@@ -230,4 +269,12 @@ def _same(step: int | Tensor, other: int | Tensor) -> bool:
 
 def _adam(settings: dict[str, Any], step: Any) -> Adam:
     beta1, beta2 = settings["betas"]
-    return Adam(settings["lr"], settings["weight_decay"], settings["eps"], beta1, beta2, step)
+    return Adam(
+        settings["lr"],
+        settings["weight_decay"],
+        settings["eps"],
+        beta1,
+        beta2,
+        step,
+        settings["maximize"],
+    )

@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
+from gefen.base import QuantisedOptimizer
 from gefen.errors import UnsupportedFeatureError, UnsupportedParameterError
+from gefen.group_keys import Options
 from gefen.kernels.reference import matrix_step
 from gefen.kernels.tasks import DenseMomentum, wide
 from gefen.newton_schulz import (
@@ -32,6 +33,7 @@ from gefen.state import (
     advance,
     momentum_spec,
 )
+from gefen.work import Work
 
 
 def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
@@ -47,7 +49,7 @@ def _schedule(name: str, value: Any) -> str | Schedule | None:
     return value if value is None or isinstance(value, str) else resolved
 
 
-class GefenMuon(QuantisedOptimizer):
+class GefenMuon(Options, QuantisedOptimizer):
     """Muon with quantised momentum, for matrices; others are refused by name.
 
     The update of a matrix is its momentum with all singular values brought near 1 by
@@ -71,7 +73,10 @@ class GefenMuon(QuantisedOptimizer):
       ``batched_ns_workspace_bytes``; the results are those of single ones.
     - ``stochastic_round``: as in :class:`~gefen.Gefen`.
     - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
-    - ``fp8_ns``: not available yet; ``fp8_ns_compile`` only concerns it.
+    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 256,
+      on every device; see :mod:`gefen.fp8`. ``fp8_ns_compile`` changes nothing: there is nothing
+      to compile.
+    - ``maximize`` and ``bf16_stochastic_round``: as in :class:`~gefen.Gefen`.
 
     Settings of the optimizer, and errors: as in :class:`~gefen.Gefen`. ``capturable`` cannot step
     matrices that ranks share, other than with ``sharded_mode="approx"``.
@@ -85,20 +90,22 @@ class GefenMuon(QuantisedOptimizer):
         "momentum": check.decay_rate,
         "nesterov": check.flag,
         "ns_coefficients": _coefficients,
-        "eps": check.above_zero,
+        "eps": check.divisor,
         "ns_steps": _steps,
         "ns_schedule": _schedule,
         "adjust_lr_fn": check.one_of(None, "original", "match_rms_adamw"),
         "sharded_mode": check.one_of("exact", "distributed", "approx"),
-        "fp8_ns": check.unavailable,
+        "fp8_ns": check.flag,
         "fp8_ns_compile": check.flag,
         "batched_ns": check.flag,
         "batched_ns_workspace_bytes": check.whole,
         "stochastic_round": check.flag,
         "normuon": check.flag,
         "normuon_beta2": check.decay_rate,
-        "normuon_eps": check.at_least_zero,
+        "normuon_eps": check.divisor,
         "cautious": check.flag,
+        "maximize": check.flag,
+        "bf16_stochastic_round": check.flag,
     }
 
     deciding = ("normuon", "sharded_mode")
@@ -130,6 +137,8 @@ class GefenMuon(QuantisedOptimizer):
         cautious: bool = False,
         capturable: bool = False,
         verbose: bool = False,
+        maximize: bool = False,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         self._warned: set[Tensor] = set()
         super().__init__(params, locals())
@@ -223,12 +232,11 @@ class GefenMuon(QuantisedOptimizer):
         return dense
 
     def _orthogonal(self, bucket: list[Work], dense: Tensor) -> Tensor:
-        """Directions of whole matrices, [parameters, *shape], with their singular values near 1."""
+        """Directions, [parameters, *shape], of whole matrices with singular values near 1."""
         settings, stack = bucket[0].settings, dense.flatten(0, -3)
         size = max(settings["batched_ns_workspace_bytes"] // _workspace(stack[0]), 1)
-        parts = [
-            orthogonalise(part, _resolved(settings), settings["eps"]) for part in stack.split(size)
-        ]
+        schedule, eps, fp8 = _resolved(settings), settings["eps"], settings["fp8_ns"]
+        parts = [orthogonalise(part, schedule, eps, fp8) for part in torch.split(stack, size)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(dense)
 
     def _evened(self, work: Work, update: Tensor, averages: Tensor | None) -> Tensor:
@@ -255,16 +263,20 @@ class GefenMuon(QuantisedOptimizer):
         """
         settings = work.settings
         lr = wide(settings["lr"])
+        ratio, offset = lr_ratio(shape, settings["adjust_lr_fn"]), self._offset(work)
         parts = zip(*(matrices_of(t) for t in (work.param, update, work.grad)), strict=True)
         for param, own, grad in parts:
             matrix_step(
                 param,
                 own,
-                lr=lr * lr_ratio(shape, settings["adjust_lr_fn"]),
+                lr=lr * (-ratio if settings["maximize"] else ratio),
                 weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
                 cautious=grad if settings["cautious"] else None,
+                rounding=self._rounding(work),
+                offset=offset,
                 share=share,
             )
+            offset += param.numel()
 
 
 def matrices_of(tensor: Tensor) -> list[Tensor]:
@@ -284,7 +296,13 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
         settings, param = work.settings, work.param
         key: Any = number
         if settings["batched_ns"]:
-            key = (param.shape, param.device, _resolved(settings), settings["eps"])
+            key = (
+                param.shape,
+                param.device,
+                _resolved(settings),
+                settings["eps"],
+                settings["fp8_ns"],
+            )
         alike.setdefault(key, []).append(work)
     for group in alike.values():
         fitting = group[0].settings["batched_ns_workspace_bytes"] // _workspace(group[0].param)
@@ -296,4 +314,6 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
 def _workspace(param: Tensor) -> int:
     """Bytes of an iteration: for each matrix, two bfloat16 copies of it and of its Gram matrix."""
     rows, columns = param.shape[-2:]
-    return 4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
+    return (
+        4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
+    )

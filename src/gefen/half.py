@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from gefen.parameters import Slot, check_parameter
 from gefen.state import Entry, Spec
 

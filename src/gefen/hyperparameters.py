@@ -52,10 +52,18 @@ def at_least_zero(name: str, value: object) -> float:
     return number if 0 <= number < math.inf else refuse(name, value, "a finite number >= 0")
 
 
-def above_zero(name: str, value: object) -> float:
-    """A finite number > 0."""
+TINY = 2.0**-126
+"""The smallest normal number of float32 and of bfloat16."""
+
+
+def divisor(name: str, value: object) -> float:
+    """A finite number that is above 0 in float32 too.
+
+    It is what is left below a fraction where a gradient is 0: of 0 / 0 came NaN.
+    """
     number = _real(value)
-    return number if 0 < number < math.inf else refuse(name, value, "a finite number > 0")
+    must = "a finite number >= 2**-126 (1.2e-38), since smaller ones are 0 in float32"
+    return number if TINY <= number < math.inf else refuse(name, value, must)
 
 
 def decay_rate(name: str, value: object) -> float:

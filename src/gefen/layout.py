@@ -38,7 +38,7 @@ class Layout:
     stop: int = 0
     """The row after its last one."""
     lane: Lane | None = None
-    """The ranks among which dimension 0 is cut, if it alone is, along one dimension of the mesh."""
+    """The ranks among which dimension 0 is cut, if no other is; along one of the mesh's."""
     dimension: int = -1
     """That one."""
     gathered: bool = False
@@ -90,7 +90,7 @@ class Layout:
             part, self.mesh, places, run_check=False, shape=shape, stride=stride
         )
 
-    def fits(self, state: Tensor, rowwise: bool) -> str | None:
+    def fits(self, state: Any, rowwise: bool) -> str | None:
         """How a state tensor lies otherwise than :meth:`placed` would have it."""
         if self.mesh is None:
             return "is a DTensor, expected a plain tensor" if is_dtensor(state) else None
@@ -140,8 +140,8 @@ def layout_of(param: Tensor, name: str) -> Layout:
     held = dtensor.to_local().shape[0]
     if held != span.stop - span.start:
         raise UnsupportedParameterError(
-            f"Parameter {name!r} of shape {tuple(shape)} and placements {dtensor.placements} has a "
-            f"shard of length {held} on this rank instead of {span.stop - span.start}: "
+            f"Parameter {name!r} of shape {tuple(shape)} and placements {dtensor.placements} has "
+            f"a shard of length {held} on this rank instead of {span.stop - span.start}: "
             "distribute it with distribute_tensor or fully_shard"
         )
     if len(shape) < 2:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gefen import fp8
 from gefen.errors import InvalidArgumentError
 from gefen.kernels.tasks import Count, wide
 
@@ -96,7 +97,7 @@ def _triple(name: str, value: Iterable[float]) -> Triple:
     return numbers[0], numbers[1], numbers[2]
 
 
-def orthogonalise(u: Tensor, schedule: Schedule, eps: float) -> Tensor:
+def orthogonalise(u: Tensor, schedule: Schedule, eps: float, eight_bit: bool = False) -> Tensor:
     """Replace the singular values of ``u`` [m, n] or [batch, m, n] by values near 1.
 
     ``u`` has any floating dtype and is not changed; the result is bfloat16 of the same shape.
@@ -105,17 +106,21 @@ def orthogonalise(u: Tensor, schedule: Schedule, eps: float) -> Tensor:
     far slower on many machines there; every matrix of a batch then has the bits that it has
     alone. Zero matrices stay zero; empty ones stay empty.
 
+    ``eight_bit``: operands of products are rounded to eight bits first, where both lengths of the
+    matrix are at least :data:`gefen.fp8.LEAST`; see :mod:`gefen.fp8`.
+
     Source: Jordan et al. 2024 (Muon).
     """
     if u.numel() == 0:
         return torch.empty_like(u, dtype=torch.bfloat16)
-    if u.device.type == "cpu" and u.dim() == 3:
-        return torch.stack([orthogonalise(matrix, schedule, eps) for matrix in u])
+    eight_bit = eight_bit and min(u.shape[-2:]) >= fp8.LEAST
+    if u.dim() == 3 and (eight_bit or u.device.type == "cpu"):
+        return torch.stack([orthogonalise(matrix, schedule, eps, eight_bit) for matrix in u])
     tall = u.shape[-2] > u.shape[-1]
     x = u.mT if tall else u
     x = _normalised(x.to(torch.bfloat16), eps)
     iterate = _iterate_float32 if u.device.type == "cpu" else _iterate_bfloat16
-    x = iterate(x, schedule)
+    x = (_iterate_fp8 if eight_bit else iterate)(x, schedule)
     return (x.mT if tall else x).contiguous()
 
 
@@ -142,6 +147,15 @@ def _iterate_float32(x: Tensor, schedule: Schedule) -> Tensor:
         poly = _rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
         x = _rounded(torch.addmm(x, poly, x, beta=a))
     return x.bfloat16()
+
+
+def _iterate_fp8(x: Tensor, schedule: Schedule) -> Tensor:
+    """The same iteration with eight-bit operands; sums are made in float32 and rounded once."""
+    for a, b, c in schedule:
+        gram = fp8.product(x, x.mT)
+        poly = gram.float().mul_(b).add_(fp8.product(gram, gram), alpha=c).bfloat16()
+        x = x.float().mul_(a).add_(fp8.product(poly, x)).bfloat16()
+    return x
 
 
 def _rounded(x: Tensor) -> Tensor:

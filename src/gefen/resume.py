@@ -57,8 +57,8 @@ def prepare_load(
                 break
     if not entries:
         raise CheckpointError(
-            "Nothing was prepared: the checkpoint has no optimizer state of the parameters of this "
-            f"model, such as {next(iter(names.values()), '(none)')!r}; was it saved with "
+            "Nothing was prepared: the checkpoint has no optimizer state of the parameters of "
+            f"this model, such as {next(iter(names.values()), '(none)')!r}; was it saved with "
             "get_optimizer_state_dict?"
         )
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
@@ -69,7 +69,7 @@ def prepare_load(
 
 
 def _metadata(checkpoint: Any) -> Any:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
     if isinstance(checkpoint, Metadata):
@@ -96,9 +96,7 @@ def _names(model: nn.Module) -> dict[torch.Tensor, str]:
     """As torch.distributed.checkpoint names them: without what wrappers add."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
-    return {
-        param: next(iter(_get_fqns(model, name))) for name, param in model.named_parameters()
-    }
+    return {param: next(iter(_get_fqns(model, name))) for name, param in model.named_parameters()}
 
 
 def _held(optimizer: CheckpointedOptimizer) -> Iterator[tuple[Half, Slot]]:
@@ -131,8 +129,8 @@ def _period(slot: Slot, sizes: Sizes) -> int:
     blocks, n = math.prod(sizes.get(MAGNITUDE, (0,))), slot.param.numel()
     if tuple(sizes[INDEX]) != tuple(slot.param.shape) or (blocks and n % blocks):
         raise CheckpointError(
-            f"Nothing was prepared: the checkpoint's state of {slot.name!r} is that of a parameter "
-            f"of shape {tuple(sizes[INDEX])} with {blocks} blocks, this one has "
+            f"Nothing was prepared: the checkpoint's state of {slot.name!r} is that of a "
+            f"parameter of shape {tuple(sizes[INDEX])} with {blocks} blocks, this one has "
             f"{tuple(slot.param.shape)}"
         )
     return n // blocks if blocks else UNDECIDED if n else max(row_length(slot.param.shape), 1)

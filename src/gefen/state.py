@@ -129,10 +129,13 @@ def block_shape(shape: Sequence[int], period: int) -> tuple[int, ...]:
 def momentum_spec(layout: Layout, entry: Entry) -> Spec:
     """The part of the state that all quantised optimizers have."""
     period = entry.get(PERIOD)
-    valid = isinstance(period, int) and period >= 0
+    known = period if isinstance(period, int) and period >= 0 else 1
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         INDEX: (torch.uint8, tuple(layout.shape)),
-        MAGNITUDE: (torch.float32, block_shape(layout.shape, period if valid else 1)),
+        MAGNITUDE: (
+            torch.float32,
+            block_shape(layout.shape, known),
+        ),
         GLOBAL_STEP: (torch.int64, ()),
         CODEBOOK: (torch.float32, (SIZE,)),
     }
@@ -160,6 +163,12 @@ def counted_by_host(entry: Mapping[str, Any]) -> Entry:
             number = value.item()
             own[key] = int(number) if float(number).is_integer() else number
     return own
+
+
+def is_unbegun(entry: Mapping[str, Any]) -> bool:
+    """Whether ``entry`` says no more than that its parameter has taken no step."""
+    steps = counted_by_host(entry)[STEP] if entry.keys() == {STEP} else None
+    return isinstance(steps, int) and steps == 0
 
 
 def disagreement(spec: Spec, entry: Entry) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -211,11 +212,16 @@ def resumed(rank: int, world: int, layout: str, route: str, at: str, kinds: list
 
 
 def momenta(optimizer: Any) -> list[torch.Tensor]:
-    """All momentum, as whole tensors."""
-    entries = [optimizer.state[p] for g in optimizer.param_groups for p in g["params"]]
+    """All momentum, as whole tensors, by name: FSDP2 reorders parameters."""
+    pairs = [
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["param_names"], group["params"], strict=True)
+    ]
     keys = ("index", "magnitude", "exp_avg")
+    entries = [optimizer.state[param] for _, param in sorted(pairs, key=itemgetter(0))]
     tensors = [entry[key] for entry in entries for key in keys if key in entry]
-    return [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]
+    return [(t.full_tensor() if isinstance(t, DTensor) else t).clone() for t in tensors]
 
 
 def alone(kind: str) -> dict[str, torch.Tensor]:

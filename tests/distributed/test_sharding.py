@@ -266,13 +266,14 @@ def mode_of_groups(
     """Collectives of each step and the end, where a hybrid's groups say otherwise than it did."""
     place = layout("rows", world)
     params = parameters(place)
-    pairs = list(params.items())
+    muon = [(name, params[name]) for name in "acd"]
+    backup = [(name, params[name]) for name in "be"]
     if added:
-        optimizer = GefenMuonHybrid([], pairs[3:], lr=0.02, sharded_mode=made)
-        for pair in pairs[:3]:
+        optimizer = GefenMuonHybrid([], backup, lr=0.02, sharded_mode=made)
+        for pair in muon:
             optimizer.add_param_group({"params": [pair], "sharded_mode": meant})
     else:
-        optimizer = GefenMuonHybrid(pairs[:3], pairs[3:], lr=0.02, sharded_mode=made)
+        optimizer = GefenMuonHybrid(muon, backup, lr=0.02, sharded_mode=made)
         if made != meant:
             optimizer.param_groups[0]["sharded_mode"] = meant
     counted = []

@@ -1,7 +1,8 @@
-"""Move shards of matrices between the ranks of one process group.
+"""Move rows of matrices between the ranks of one process group.
 
 ``distributed`` sends rows of directions to each matrix's owner and rows of updates back, both by
-``all_to_all_single`` with variable splits; ``exact`` gathers whole directions on every rank. Matrices travel in buckets of bounded bytes, and the next bucket is on its way while one is
+``all_to_all_single`` with variable splits; ``exact`` gathers whole directions on every rank.
+Matrices travel in buckets of bounded bytes, and the next bucket is on its way while one is
 computed.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+
 from gefen.distributed.mesh import all_gather_tensor
 
 if TYPE_CHECKING:

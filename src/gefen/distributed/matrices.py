@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from gefen.distributed import stepping
 from gefen.distributed.diagnosis import first_few
@@ -16,7 +15,7 @@ from gefen.distributed.shards import own_part
 from gefen.distributed.stepping import Matrix, StepFailure
 from gefen.gefen_muon import matrices_of
 from gefen.kernels.reference import agreeing_count, agreeing_share, masked
-from gefen.parameters import held, is_shared, slots
+from gefen.parameters import held, slots
 from gefen.state import NORMUON_V
 
 if TYPE_CHECKING:
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gefen.base import Work
     from gefen.distributed.exchange import Full
     from gefen.gefen_muon import GefenMuon
     from gefen.parameters import Slot
+    from gefen.work import Work
 
 _AVERAGE = 2
 """Numbers of 16 bits that a row's average takes: it travels with the row, as it is."""
@@ -143,13 +142,15 @@ def _gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> P
     pending: Pending = []
     for work in muon._sharing().gathered(works, failure):
         whole = replace(work, param=work.grad)
-        for _, update in failure.keep(lambda w=whole: list(muon._updates([w])), []):  # type: ignore[misc]
-            part = failure.keep(lambda w=work, u=update: own_part(w, _taken(w, u)), None)  # type: ignore[misc]
-            if part is not None:
-                settings = {**work.settings, "cautious": False}
-                own = replace(work, grad=held(work.slot.param.grad), settings=settings)
-                pending.append((own, part.contiguous()))
+        failure.keep(partial(_part, muon, work, whole, pending), None)
     return pending
+
+
+def _part(muon: GefenMuon, work: Work, whole: Work, pending: Pending) -> None:
+    for _, update in muon._updates([whole]):
+        settings = {**work.settings, "cautious": False}
+        own = replace(work, grad=held(work.slot.param.grad), settings=settings)
+        pending.append((own, own_part(work, _taken(work, update)).contiguous()))
 
 
 def _taken(work: Work, update: Tensor) -> Tensor:
@@ -179,9 +180,7 @@ def _warn(muon: GefenMuon, works: Sequence[Work]) -> None:
         )
 
 
-def _shares(
-    muon: GefenMuon, pending: Pending, failure: StepFailure
-) -> dict[Tensor, Tensor]:
+def _shares(muon: GefenMuon, pending: Pending, failure: StepFailure) -> dict[Tensor, Tensor]:
     """Of the elements of all rows, how many agree in sign with the gradient. Collective."""
     updates = {work.key: update for work, update in pending if work.settings["cautious"]}
     works = [work for work, _ in pending if work.key in updates]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gefen.base import Work
     from gefen.distributed.exchange import Lane
     from gefen.distributed.mesh import MeshKey
     from gefen.distributed.stepping import StepFailure
     from gefen.parameters import Slot
+    from gefen.work import Work
 
 
 class Shards:
@@ -75,7 +75,7 @@ class Shards:
         for lane, some in self._lanes(works):
             sizes, device = list(map(size, some)), some[0].param.device
             buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            for work, part in zip(some, buffer.split(sizes), strict=True):
+            for work, part in zip(some, torch.split(buffer, sizes), strict=True):
                 failure.keep(lambda w=work, p=part: p.copy_(make(w)), None)  # type: ignore[misc]
                 sums[work.key] = part
             with peers_expected(channel_of(lane.group, device.type), "adding up rows"):

@@ -173,9 +173,7 @@ def step(
             continue
         for bucket, parcels, full in deliveries:
             updates, place = computed(bucket, full), trip.lane.position
-            applied(
-                bucket, {p.key: p.shard_of(updates[p.key], place) for p in parcels if updates}
-            )
+            applied(bucket, {p.key: p.shard_of(updates[p.key], place) for p in parcels if updates})
 
 
 def _deliveries(
