@@ -207,7 +207,8 @@ class GefenMuon(Options, QuantisedOptimizer):
 
     def _shape(self, work: Work) -> tuple[int, ...]:
         """Of the matrix that is orthogonalised, or of those of a stack."""
-        return tuple(work.layout.shape[-2:])
+        shape = work.layout.shape if work.shared else work.param.shape
+        return tuple(shape[-2:])
 
     def _updates(self, works: list[Work]) -> Iterator[tuple[Work, Tensor]]:
         """Advance the momenta; yield each work with its update, bfloat16, of its own shape."""
