@@ -161,12 +161,13 @@ def matrix_step(
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
             grad = load(cautious, start, stop, scratch.take("grad", stop - start))
-            step = _masked(step, grad, share)
+            step = masked(step, grad, share)
         with write.decayed(start, stop) as values:
             _subtract(values, step, lr)
 
 
-def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+def masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+    """What a cautious update takes of ``step``; ``share`` of it agrees in sign with ``grad``."""
     return step * (step * grad > 0) / share
 
 
