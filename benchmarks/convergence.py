@@ -14,6 +14,7 @@ Afterwards the tables are printed as markdown. See tasks.py for what is trained.
 gefen-x and bitsandbytes run in an interpreter of their own. Half an hour on one core.
 
     python benchmarks/convergence.py [--task T]... [--optimizer O]... [--seeds N] [--share 1/2]
+    python benchmarks/convergence.py --report --docs docs/convergence.md
 """
 
 from __future__ import annotations
@@ -78,10 +79,14 @@ def muon(model: nn.Module, lr: float, **settings: Any) -> list[Stepper]:
     return [torch.optim.Muon(hidden, lr=lr, **settings), rest]
 
 
-def hybrid(model: nn.Module, lr: float, **settings: Any) -> list[Stepper]:
+def hybrid(model: nn.Module, lr: float, factored: bool = False, **settings: Any) -> list[Stepper]:
     import gefen
 
-    return [gefen.GefenMuonHybrid.from_model(model, lr=lr, **settings)]
+    optimizer = gefen.GefenMuonHybrid.from_model(model, lr=lr, **settings)
+    for group in optimizer.param_groups if factored else []:
+        if "factored_v_2d" in group:
+            group["factored_v_2d"] = True
+    return [optimizer]
 
 
 # Name: the distribution that it needs, and what makes it.
@@ -101,6 +106,8 @@ VARIANTS: dict[str, tuple[str, Make]] = {
     "gefen-refresh": (OURS, partial(gefen, codebook_refresh_every=50)),
     "hybrid-standard": (OURS, partial(hybrid, ns_schedule="standard")),
     "hybrid-tuned4": (OURS, partial(hybrid, ns_schedule="tuned4")),
+    "hybrid-factored": (OURS, partial(hybrid, factored=True)),
+    "hybrid-standard-factored": (OURS, partial(hybrid, ns_schedule="standard", factored=True)),
     "hybrid-adamw": (OURS, partial(hybrid, backup_optimizer="adamw")),
     "hybrid-plain": (OURS, partial(hybrid, normuon=False)),
     "hybrid-plain-standard": (OURS, partial(hybrid, normuon=False, ns_schedule="standard")),
@@ -336,6 +343,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--peer-python", type=Path, metavar="PATH", help=f"has {PACKAGE} and {', '.join(MORE)}")
     add("--digits", type=Path, metavar="PATH", help="digits.csv.gz; default: of --peer-python")
     add("--report", action="store_true", help="run nothing, print the tables")
+    add("--docs", type=Path, metavar="PATH", help="write the tables there too, between marks")
     add("--peer", choices=DTYPES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.task = options.task or list(TASKS)
@@ -354,7 +362,10 @@ def main() -> None:
         return
     if not options.report:
         run_all(options, results)
-    print(report.markdown(list(results.lines().values())))
+    tables = report.markdown(list(results.lines().values()))
+    print(tables)
+    if options.docs:
+        report.insert(options.docs, tables)
 
 
 def run_all(options: argparse.Namespace, results: Results) -> None:

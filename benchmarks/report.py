@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
@@ -23,6 +25,7 @@ NAMES = {
     "gefen-x-hybrid": "GefenMuonHybrid of gefen-x",
 }
 CURVE = (0.1, 0.25, 0.5, 0.75, 1.0)
+MARKS = ("<!-- tables -->\n", "<!-- end of tables -->\n")
 
 
 def markdown(lines: list[Line]) -> str:
@@ -39,6 +42,16 @@ def markdown(lines: list[Line]) -> str:
             parts += ["Validation loss during training, float32:", curve_table(single)]
     parts.append("Made by: " + "; ".join(sorted({line["code"] for line in lines})) + ".")
     return "\n\n".join(parts)
+
+
+def insert(path: Path, tables: str) -> None:
+    """Put the tables between MARKS in the file, in place of what is there."""
+    text = path.read_text(encoding="utf-8")
+    begin, end = MARKS
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        sys.exit(f"{path} needs one line {begin.strip()} and after it one {end.strip()}")
+    head, tail = text.partition(begin)[0], text.partition(end)[2]
+    path.write_text(f"{head}{begin}\n{tables}\n\n{end}{tail}", encoding="utf-8")
 
 
 def rates_table(lines: list[Line]) -> str:
