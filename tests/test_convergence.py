@@ -163,9 +163,9 @@ def test_images_are_shifted_by_up_to_a_pixel(script: ModuleType, images: Path) -
     assert len(data.train[0]) == 40
     assert len(data.valid[0]) == 400
     centres = {tuple(image[1:-1, 1:-1].flatten().tolist()) for image in data.train[0]}
-    batch, labels = script.TASKS["digits"].batch(data, torch.Generator().manual_seed(0))
-    assert batch.shape == (32, 8, 8)
-    assert len(labels) == 32
+    batch, labels = script.TASKS["digits"].batch(data, torch.Generator().manual_seed(0), 99)
+    assert batch.shape == (99, 8, 8)
+    assert len(labels) == 99
     shifts = set()
     for image, label in zip(batch, labels, strict=True):
         found = [
