@@ -1,4 +1,4 @@
-"""torch's own ways to spread a model of transformers over ranks, and its distributed checkpoints."""
+"""What torch has to spread a model over ranks, on one of transformers; distributed checkpoints."""
 
 from __future__ import annotations
 
