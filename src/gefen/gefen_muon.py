@@ -207,7 +207,8 @@ class GefenMuon(Options, QuantisedOptimizer):
 
     def _shape(self, work: Work) -> tuple[int, ...]:
         """Of the matrix that is orthogonalised, or of those of a stack."""
-        return tuple(work.layout.shape[-2:])
+        shape = work.layout.shape if work.shared else work.param.shape
+        return tuple(shape[-2:])
 
     def _updates(self, works: list[Work]) -> Iterator[tuple[Work, Tensor]]:
         """Advance the momenta; yield each work with its update, bfloat16, of its own shape."""
@@ -264,7 +265,7 @@ class GefenMuon(Options, QuantisedOptimizer):
         settings = work.settings
         lr = wide(settings["lr"])
         ratio, offset = lr_ratio(shape, settings["adjust_lr_fn"]), self._offset(work)
-        parts = zip(*(_matrices(t) for t in (work.param, update, work.grad)), strict=True)
+        parts = zip(*(matrices_of(t) for t in (work.param, update, work.grad)), strict=True)
         for param, own, grad in parts:
             matrix_step(
                 param,
@@ -279,7 +280,7 @@ class GefenMuon(Options, QuantisedOptimizer):
             offset += param.numel()
 
 
-def _matrices(tensor: Tensor) -> list[Tensor]:
+def matrices_of(tensor: Tensor) -> list[Tensor]:
     """The matrices of a stack; cautious updates take a share of each."""
     return list(tensor) if tensor.dim() == 3 else [tensor]
 

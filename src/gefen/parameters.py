@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
     @property
     def stream(self) -> int:
-        """What keys the random numbers of stochastic rounding, below 2^56: the name, if it has one.
+        """What keys the random numbers of stochastic rounding, below 2^56: the name, if any.
 
         Ranks that hold other parameters before it, or none, still draw alike.
         """

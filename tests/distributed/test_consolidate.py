@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gefen.distributed.consolidate import Holding, consolidate, meet
 from matrices import STEPS, layout, parameters, settings_of, train
 from ranks import RankPool
 from sharded import contents, same
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gefen import GefenMuon, GefenMuonHybrid
 from gefen.distributed import consolidate as module
-from gefen.distributed.consolidate import Holding, consolidate, meet
 from gefen.distributed.mesh import mesh_channels
 from gefen.errors import CheckpointError, PeerFailureError, ShardedStepError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ class AsStateful:
 class Full:
     """One file with everything, read by every rank."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def save(cls, net: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -118,7 +118,7 @@ class Full:
 
 
 class Broadcast(Full):
-    options = {"broadcast_from_rank0": True}
+    options: ClassVar[dict[str, Any]] = {"broadcast_from_rank0": True}
 
 
 class Converted(Dcp):
@@ -317,7 +317,9 @@ def test_the_file_of_one_rank_is_refused_by_name_on_all(ranks: RankPool, tmp_pat
     kinds = [kind for kind in KINDS if "approx" not in kind]
     for told in ranks.run(refused, 2, kinds, str(tmp_path), limit_s=60):
         for kind in kinds:
-            assert "holds the part of the rank at (0,) of the mesh, this one is at (1,)" in told[kind]
+            assert (
+                "holds the part of the rank at (0,) of the mesh, this one is at (1,)" in told[kind]
+            )
             assert "changed nothing on any rank" in told[kind]
 
 

@@ -13,7 +13,8 @@ from gefen.distributed import stepping
 from gefen.distributed.diagnosis import first_few
 from gefen.distributed.shards import own_part
 from gefen.distributed.stepping import Matrix, StepFailure
-from gefen.kernels.reference import agreeing_count, agreeing_share
+from gefen.gefen_muon import matrices_of
+from gefen.kernels.reference import agreeing_count, agreeing_share, masked
 from gefen.parameters import held, slots
 from gefen.state import NORMUON_V
 
@@ -104,7 +105,9 @@ def _sent(muon: GefenMuon, work: Work) -> Tensor:
 
 
 def _averages(rows: Tensor, columns: int) -> Tensor:
-    return rows[:, columns:].contiguous().view(torch.float32).squeeze(1)
+    # A row alone is contiguous wherever it lies, which four bytes may not be.
+    own = rows[:, columns:].clone(memory_format=torch.contiguous_format)
+    return own.view(torch.float32).squeeze(1)
 
 
 def _updated(muon: GefenMuon, work: Work, full: Tensor) -> Tensor:
@@ -145,8 +148,20 @@ def _gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> P
 
 def _part(muon: GefenMuon, work: Work, whole: Work, pending: Pending) -> None:
     for _, update in muon._updates([whole]):
-        own = replace(work, grad=held(work.slot.param.grad))
-        pending.append((own, own_part(work, update).contiguous()))
+        settings = {**work.settings, "cautious": False}
+        own = replace(work, grad=held(work.slot.param.grad), settings=settings)
+        pending.append((own, own_part(work, _taken(work, update)).contiguous()))
+
+
+def _taken(work: Work, update: Tensor) -> Tensor:
+    """A whole update as it is subtracted, where a cautious one has lost what it drops."""
+    if not work.settings["cautious"]:
+        return update
+    wide = update.to(torch.float64 if work.param.dtype == torch.float64 else torch.float32)
+    for own, grad in zip(matrices_of(wide), matrices_of(work.grad), strict=True):
+        share = agreeing_share(agreeing_count(own, grad), own.numel())
+        own.copy_(masked(own, grad.to(own.dtype), share))
+    return wide
 
 
 def _warn(muon: GefenMuon, works: Sequence[Work]) -> None:

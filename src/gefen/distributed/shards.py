@@ -104,8 +104,9 @@ class Shards:
         return {key: choose_period(sums, by_key[key]) for key, sums in found.items()}
 
     def gathered(self, works: Sequence[Work], failure: StepFailure) -> list[Work]:
-        """The works with whole gradients. Collective."""
-        return [replace(work, grad=grad) for work, grad in self._gradients(works, failure)]
+        """The works with whole gradients, in the order given. Collective."""
+        found = {work.key: grad for work, grad in self._gradients(works, failure)}
+        return [replace(work, grad=found[work.key]) for work in works]
 
     def _gradients(
         self, works: Sequence[Work], failure: StepFailure

@@ -2,7 +2,8 @@
 
 Everything runs in chunks of at most ``CHUNK`` elements, so that the temporary memory of a step
 does not grow with the largest tensor. A parameter whose dtype is not that of the arithmetic is
-rounded after weight decay and after the update, as torch.optim rounds.
+rounded after weight decay and after the update, as torch.optim rounds, unless a task says
+otherwise.
 """
 
 from __future__ import annotations
@@ -160,12 +161,13 @@ def matrix_step(
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
             grad = load(cautious, start, stop, scratch.take("grad", stop - start))
-            step = _masked(step, grad, share)
+            step = masked(step, grad, share)
         with write.decayed(start, stop) as values:
             _subtract(values, step, lr)
 
 
-def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+def masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+    """What a cautious update takes of ``step``; ``share`` of it agrees in sign with ``grad``."""
     return step * (step * grad > 0) / share
 
 
