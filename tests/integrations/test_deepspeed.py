@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,7 @@ from gefen import Gefen
 BEFORE, AFTER = 16, 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled() -> None:
-    """Let DeepSpeed compile its all_reduce for CPUs once, not while a case's time runs."""
-    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
-        lock.unlink()  # of a session that was ended; this environment is used by one at a time
-    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    subprocess.run([sys.executable, "-c", build], check=True, timeout=500)
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def engine(seed: int, stage: int, offload: bool) -> Any:
