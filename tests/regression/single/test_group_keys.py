@@ -158,9 +158,9 @@ def test_keys_of_users_and_schedulers_pass(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gefen", "muon", "adamw"])
 @pytest.mark.parametrize("where", ["group", "constructor", "later"])
-def test_maximize(kind: str, where: str) -> None:
+def test_maximize(kind: str, where: str, device: torch.device) -> None:
     """It goes up exactly as far as without it down; weights still decay towards zero."""
-    param = start(SHAPE)
+    param = start(SHAPE, device=device)
     group = {"maximize": True} if where == "group" else {}
     chosen: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
     if where == "constructor":
@@ -168,10 +168,10 @@ def test_maximize(kind: str, where: str) -> None:
     optimizer = MAKERS[kind]([{"params": [param], **group}], **chosen)
     if where == "later":
         optimizer.param_groups[0]["maximize"] = True
-    middle = start(SHAPE).detach() * 0.95**3
+    middle = start(SHAPE, device=device).detach() * 0.95**3
     up = train(optimizer, param, gradients(SHAPE, 3)) - middle
     chosen.pop("maximize", None)
-    param = start(SHAPE)
+    param = start(SHAPE, device=device)
     down = train(MAKERS[kind]([param], **chosen), param, gradients(SHAPE, 3)) - middle
     torch.testing.assert_close(up, -down, rtol=0, atol=1e-6)
     assert up.abs().max() > 0.1
