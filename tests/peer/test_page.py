@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
+import gefen_x_runs as cases
 import pytest
 import torch
-from test_convert import load, rebuilt, recorded
+from gefen_x_runs import rebuilt, recorded
 from torch import Tensor, nn
 from training import gradients, start, train
 from workload import model
@@ -275,9 +275,9 @@ def _() -> None:
 
 
 def goes_on(kind: str, tolerance: float | None) -> Any:
-    """More of it is in test_convert.py."""
+    """More of it is in tests/regression/single/test_from_gefen_x.py."""
     net, optimizer, found = rebuilt(kind)
-    load(optimizer, found["state_dict"])
+    optimizer.load_state_dict(found["state_dict"])
     cases.train(optimizer, kind, net, range(cases.BEFORE, cases.BEFORE + cases.AFTER))
     for name, param in net.items():
         off = (param.detach() - found["after"][name]).abs().max()
@@ -292,7 +292,7 @@ def _() -> None:
     saved = found["state_dict"]
     assert "factored_v_2d" not in saved["param_groups"][0]
     optimizer = Gefen(net.items(), factored_v_2d=False, deterministic=True)
-    load(optimizer, saved)
+    optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["factored_v_2d"] is False
 
 
@@ -301,7 +301,7 @@ def _() -> None:
     _, optimizer, found = rebuilt("gefen")
     found["state_dict"]["state"][0] = {"name": 0, "_gefen_rank_local_member": True}
     with pytest.raises(CheckpointError, match="gefen-x"):
-        load(optimizer, found["state_dict"])
+        optimizer.load_state_dict(found["state_dict"])
 
 
 @row("`deterministic` in checkpoints")
