@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import gradients, start, train
 
-from gefen import GefenMuon, GefenMuonHybrid, fp8
+from gefen import fp8
 from gefen.newton_schulz import STANDARD, TUNED3, TUNED4, orthogonalise
 
 FIVE = (STANDARD,) * 5
@@ -83,27 +82,3 @@ def test_matrices_of_a_batch_are_those_alone() -> None:
     u = noise(3, 256, 260) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     alone = torch.stack([orthogonalise(matrix, TUNED3, 1e-7, True) for matrix in u])
     assert torch.equal(orthogonalise(u, TUNED3, 1e-7, True), alone)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_muon_takes_it(compiled: bool) -> None:
-    """Alone, and in a batch beside a group that does not."""
-    shape = (256, 256)
-    plain, first, second = start(shape), start(shape), start(shape)
-    chosen = {"weight_decay": 0.0, "fp8_ns_compile": compiled}
-    train(GefenMuon([plain], **chosen), plain, gradients(shape, 2))
-    groups = [{"params": [first], "fp8_ns": True}, {"params": [second]}]
-    optimizer = GefenMuon(groups, batched_ns=True, **chosen)
-    for grad in gradients(shape, 2):
-        first.grad = second.grad = grad
-        optimizer.step()
-    assert torch.equal(second, plain)
-    moved, off = (plain - start(shape)).norm(), (first - plain).norm()
-    assert 0.02 * moved < off < 0.4 * moved
-
-
-def test_the_hybrid_takes_it() -> None:
-    param = start((8, 8))
-    optimizer = GefenMuonHybrid([("w", param)], lr=0.1, fp8_ns=True)
-    assert optimizer.param_groups[0]["fp8_ns"] is True
-    assert train(optimizer, param, gradients((8, 8), 2)).isfinite().all()
