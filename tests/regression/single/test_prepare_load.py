@@ -21,7 +21,9 @@ from gefen import prepare_load
 from gefen.errors import CheckpointError, InvalidArgumentError
 
 # That there is one process only, which is meant.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .* a single process:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is .* a single process:UserWarning"
+)
 
 
 def states(net: nn.Module, optimizer: Any) -> dict[str, Any]:
