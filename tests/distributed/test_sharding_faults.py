@@ -36,7 +36,7 @@ def other_dtype(optimizer: GefenMuon, saved: Any) -> None:
 
 
 def other_option(optimizer: GefenMuon, saved: Any) -> None:
-    optimizer.options["deterministic"] = True
+    optimizer.options["deterministic"] = optimizer.param_groups[0]["deterministic"] = True
 
 
 DIFFERENCES: dict[str, tuple[Any, str, str]] = {

@@ -125,8 +125,11 @@ def test_layout_of_factored_and_normuon() -> None:
 
 def test_settings_and_names() -> None:
     _, optimizer, found = rebuilt("gefen")
+    for group in optimizer.param_groups:
+        group.update(lr=0.5, betas=(0.1, 0.2), eps=1e-3)
     load(optimizer, found["state_dict"])
     first, second = optimizer.param_groups
+    assert (first["eps"], second["lr"]) == (1e-8, 1e-2)
     assert (first["lr"], first["betas"], second["betas"]) == (3e-3, (0.9, 0.999), (0.8, 0.97))
     assert first["param_names"][0] == "Block.Embed.weight"
     assert not {key for key in first if "gefen" in key or key in ("beta1", "name")}
