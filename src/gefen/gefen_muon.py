@@ -149,7 +149,7 @@ class GefenMuon(Options, QuantisedOptimizer):
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
-        layout, shape = self._layout(slot), tuple(slot.param.shape)
+        shape = tuple(slot.param.shape)
         if self.capturable and self._is_shared(slot):
             raise UnsupportedFeatureError(
                 f"Parameter {slot.name!r} is stepped by several ranks together, which "
@@ -160,7 +160,9 @@ class GefenMuon(Options, QuantisedOptimizer):
                 f"Parameter {slot.name!r} has shape {shape}: GefenMuon takes matrices, or stacks "
                 "of them, only; use GefenMuonHybrid, or give the others to Gefen"
             )
-        if layout.gathered and not self._is_shared(slot) and is_shared(slot.param):
+        # How others lie is looked at in a step, of which all ranks hear.
+        alone = is_shared(slot.param) and not self._is_shared(slot)
+        if alone and self._layout(slot).gathered:
             raise UnsupportedParameterError(
                 f"Parameter {slot.name!r} has placements {slot.param.placements}: "  # type: ignore[attr-defined]
                 "sharded_mode='approx' steps rows, and these are cut; pass 'exact'"
