@@ -149,8 +149,7 @@ class GefenMuon(Options, QuantisedOptimizer):
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
-        layout, shape = self._layout(slot), tuple(slot.param.shape)
-        shared = self._is_shared(slot.group, slot.param)
+        shape, shared = tuple(slot.param.shape), self._is_shared(slot.group, slot.param)
         if self.capturable and shared:
             raise UnsupportedFeatureError(
                 f"Parameter {slot.name!r} is stepped by several ranks together, which "
@@ -161,7 +160,9 @@ class GefenMuon(Options, QuantisedOptimizer):
                 f"Parameter {slot.name!r} has shape {shape}: GefenMuon takes matrices, or stacks "
                 "of them, only; use GefenMuonHybrid, or give the others to Gefen"
             )
-        if layout.gathered and not shared and is_shared(slot.param):
+        # How others lie is looked at in a step, of which all ranks hear.
+        alone = is_shared(slot.param) and not shared
+        if alone and self._layout(slot).gathered:
             raise UnsupportedParameterError(
                 f"Parameter {slot.name!r} has placements {slot.param.placements}: "  # type: ignore[attr-defined]
                 "sharded_mode='approx' steps rows, and these are cut; pass 'exact'"
