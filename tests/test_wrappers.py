@@ -69,23 +69,36 @@ def train(net: Any, optimizer: torch.optim.Optimizer, numbers: range) -> Any:
     return bytes_of(list(net.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["gefen", "muon", "hybrid", "hybrid-adamw"])
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **{kind: OPTIMIZERS[kind] for kind in ("gefen", "muon", "hybrid", "hybrid-adamw")},
+    "named-stochastic": lambda net: Gefen(net.named_parameters(), lr=1e-2, stochastic_round=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_a_run_resumes_wrapped_in_another_way(saved: str, resumed: str, kind: str) -> None:
     net = WRAPPINGS[saved](model())
-    optimizer = OPTIMIZERS[kind](net)
+    optimizer = KINDS[kind](net)
     train(net, optimizer, range(3))
     weights = [param.detach().clone() for param in net.parameters()]
     state = own_copy(optimizer.state_dict())
     expected = train(net, optimizer, range(3, 5))
 
     net = WRAPPINGS[resumed](model(seed=1))
-    optimizer = OPTIMIZERS[kind](net)
+    optimizer = KINDS[kind](net)
     with torch.no_grad():
         for param, weight in zip(net.parameters(), weights, strict=True):
             param.copy_(weight)
     optimizer.load_state_dict(state)
     assert train(net, optimizer, range(3, 5)) == expected
+
+
+def test_weight_decay_goes_by_names_without_wrappers() -> None:
+    net = WRAPPINGS["layerwise"](model())
+    optimizer = GefenMuonHybrid(net, lr=0.1, weight_decay=0.1, no_decay_substrings=("1.bias",))
+    exempt = [group for group in optimizer.param_groups if group["weight_decay"] == 0]
+    assert [group["param_names"] for group in exempt] == [["1._checkpoint_wrapped_module.bias"]]
 
 
 def test_names_in_errors_and_settings_are_those_without_wrappers() -> None:

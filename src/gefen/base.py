@@ -21,7 +21,7 @@ from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
 from gefen.layout import Layout, layout_of
-from gefen.momentum import adapt, histogram, learn_from, reencode
+from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
     check_distinct,
@@ -389,11 +389,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         for count in counts.values():
             count.add_(1)
         count = next(iter(counts.values()))
-        if learned is not None and codebook is not None:
-            for entry in entries:
-                if INDEX in entry:
-                    index = held(entry[INDEX])
-                    reencode(index, codebook.to(index.device), learned.to(index.device))
         if learned is not None or codebook is None:
             by_device, codebook = {}, blank() if learned is None else learned
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gefen import hyperparameters as check
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import GEFEN_X_BETAS
+from gefen.parameters import plain
 from gefen.routing import Decided, NamedParams, decided, halves, pairs, validate_split
 from gefen.sides import BACKUP, MUON, Sides, check_all_meant
 
@@ -107,7 +108,8 @@ class Router:
         rest: NamedParams = []
         exempt: NamedParams = []
         for name, param in params:
-            undecayed = any(part in name.lower() for part in self.no_decay)
+            called = name.lower(), plain(name).lower()
+            undecayed = any(part in one for part in self.no_decay for one in called)
             (exempt if undecayed else rest).append((name, param))
         return _with(rest, settings) + _with(exempt, {**settings, "weight_decay": 0.0})
 
