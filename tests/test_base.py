@@ -187,6 +187,12 @@ def test_codebook_is_refreshed_on_time() -> None:
     assert changes == [3, 6]
 
 
+def value(state: dict[str, Any]) -> Tensor:
+    """The momentum in blocks."""
+    entries = state["codebook"][state["index"].long()].view(-1, state["period"])
+    return entries * state["magnitude"].view(-1, 1)
+
+
 def test_refresh_keeps_the_momentum() -> None:
     """Of a parameter that has no gradient in that step too."""
     a, b = start((40, 50)), start((40, 50))
@@ -194,10 +200,6 @@ def test_refresh_keeps_the_momentum() -> None:
     for grad in gradients((40, 50), 2):
         a.grad = b.grad = grad
         optimizer.step()
-
-    def value(state: dict[str, Any]) -> Tensor:
-        entries = state["codebook"][state["index"].long()].view(-1, state["period"])
-        return entries * state["magnitude"][:, None]
 
     before, book = value(optimizer.state[b]), optimizer.state[b]["codebook"]
     b.grad = None
@@ -208,6 +210,36 @@ def test_refresh_keeps_the_momentum() -> None:
     assert optimizer.state[b]["codebook"] is optimizer.state[a]["codebook"]
     after = value(optimizer.state[b])
     torch.testing.assert_close(after, before, rtol=0, atol=0.02 * before.abs().max().item())
+
+
+def test_entries_put_together_keep_their_momentum() -> None:
+    """As a wrapper does when it resumes on another number of ranks than it was saved on."""
+    params = [start((40, 50)), start((40, 50))]
+    apart = [Gefen([param]) for param in params]
+    for power, param, optimizer in zip((0.5, 3), params, apart, strict=True):
+        grad = gradients((40, 50), 1)[0]
+        param.grad = grad.sign() * grad.abs() ** power
+        optimizer.step()
+    joined = Gefen(params)
+    for param, optimizer in zip(params, apart, strict=True):
+        joined.state[param] = copy.deepcopy(optimizer.state[param])
+    before = [value(joined.state[param]) for param in params]
+    params[0].grad = None
+    joined.step()
+    assert joined.state[params[0]]["codebook"] is joined.state[params[1]]["codebook"]
+    torch.testing.assert_close(
+        value(joined.state[params[0]]), before[0], rtol=0, atol=0.05 * float(before[0].abs().max())
+    )
+    joined.load_state_dict(joined.state_dict())
+
+
+def test_state_that_was_never_begun_begins() -> None:
+    """Wrappers load each parameter's entry as it was saved, also of those without gradients."""
+    param, plain = start((40, 50)), start((40, 50))
+    optimizer = Gefen([param])
+    optimizer.state[param] = {"step": 0}
+    train(optimizer, param, gradients((40, 50), 2))
+    assert torch.equal(param, train(Gefen([plain]), plain, gradients((40, 50), 2)))
 
 
 def test_tensor_lr() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,34 +13,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gefen import Gefen, GefenMuon, blocks
-from gefen.blocks import divisors, find_period
+from gefen.blocks import (
+    UNDECIDED,
+    block_sums,
+    candidates,
+    choose_period,
+    divisors,
+    find_period,
+    row_period,
+)
 
 GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "periods.npz")
-SHAPES = sorted(key.removesuffix(".grad") for key in GOLDEN.files if key.endswith(".grad"))
+VECTORS = sorted(
+    key.removesuffix(".grad")
+    for key in GOLDEN.files
+    if key.endswith(".grad") and GOLDEN[key].ndim < 2
+)
 
 
 def defined_period(grad: np.ndarray) -> int:
-    """The period by its definition: the variance of every block of every divisor."""
+    """The period by its definition: the variance of every block of every divisor of a row."""
+    if not grad.any():
+        return UNDECIDED
     squares = grad.astype(np.float64).reshape(-1) ** 2
-    n = squares.size
-    candidates = [d for d in range(1, n) if n % d == 0]
+    length = squares.size if grad.ndim < 2 else squares.size // len(grad)
+    candidates = [d for d in range(1, length + 1) if length % d == 0]
+    if grad.ndim < 2 and length > 1:
+        candidates.pop()
     errors = [np.sqrt(squares.reshape(-1, d).var(axis=1).mean()) for d in candidates]
-    scores = [1e-12, *np.diff(errors)]
-    period = candidates[int(np.argmin(scores))] if candidates else 1
-    if period >= 8 or n < 8:
-        return period if period >= 8 else 1
-    options = [max(d for d in range(1, n + 1) if n % d == 0 and d <= 2048)]
+    period = candidates[int(np.argmin([1e-12, *np.diff(errors)]))]
+    if period >= 8:
+        return period
     if grad.ndim >= 2:
-        options.append(grad.shape[-1])
-    return max([1, *(p for p in options if p >= 8)])
+        return length
+    longest = max(d for d in range(1, length + 1) if length % d == 0 and d <= 2048)
+    return longest if longest >= 8 else 1
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_recorded_periods(shape: str) -> None:
+@pytest.mark.parametrize("shape", VECTORS)
+def test_recorded_periods_of_vectors(shape: str) -> None:
+    """gefen-x cuts other parameters regardless of their rows."""
     assert find_period(torch.from_numpy(GOLDEN[f"{shape}.grad"])) == GOLDEN[f"{shape}.period"]
 
 
@@ -58,26 +75,51 @@ def test_the_period_is_the_defined_one(shape: list[int], seed: int, chunk: int) 
             assert find_period(g) == defined_period(g.numpy())
 
 
-@pytest.mark.parametrize("rows", [2, 6, 35])
-@pytest.mark.parametrize("length", [9, 32, 100])
-def test_rows_of_different_size_become_the_blocks(rows: int, length: int) -> None:
-    grad = noise(rows, length).sign() * torch.logspace(0, 3, rows).unsqueeze(1)
-    grad[:, ::7] *= 1.5
-    assert find_period(grad) == defined_period(grad.numpy())
-    assert length % find_period(grad) == 0 or find_period(grad) % length == 0
+@pytest.mark.parametrize("shape", [(6, 48), (35, 96), (4, 8, 12), (1, 96)], ids=str)
+def test_runs_of_different_size_become_the_blocks(shape: tuple[int, ...]) -> None:
+    """Within rows: rows of different size alone are one block each."""
+    sizes = torch.logspace(0, 3, math.prod(shape) // 16).repeat_interleave(16)
+    assert find_period(sizes.view(shape) * noise(*shape).sign()) == 16
+    rows = torch.logspace(0, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    assert find_period(rows * torch.ones(shape)) == math.prod(shape[1:])
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=3), st.integers(1, 11), st.integers(0, 99)
+)
+def test_parts_of_whole_rows_add_up(shape: list[int], first: int, seed: int) -> None:
+    """What ranks that each have some rows choose together is what one with all of them does."""
+    grad = noise(*shape, seed=seed)
+    parts = [block_sums(part, candidates(shape)) for part in (grad[:first], grad[first:])]
+    total = [a + b for a, b in zip(*parts, strict=True)]
+    assert choose_period(total, grad.shape) == find_period(grad)
 
 
 @pytest.mark.parametrize(
     ("shape", "period"),
-    [((64, 48), 1536), ((1 << 12,), 2048), ((3, 4096), 4096), ((3, 5), 15), ((7, 1), 1)],
+    [
+        ((64, 48), 48),
+        ((1 << 12,), 2048),
+        ((3, 4096), 4096),
+        ((3, 5), 5),
+        ((7, 1), 1),
+        ((2, 3, 4), 12),
+        ((2, 1 << 15), 1 << 14),
+    ],
 )
-def test_a_constant_gradient_gets_a_row_or_the_longest_run(shape: tuple, period: int) -> None:
-    assert find_period(torch.full(shape, 0.1)) == period
-    assert find_period(torch.zeros(shape)) == period
+def test_without_structure_a_block_is_a_row_or_the_longest_run(
+    shape: tuple[int, ...], period: int
+) -> None:
+    assert find_period(torch.full(shape, 0.1)) == row_period(shape) == period
 
 
-def test_no_drop_at_all_beats_the_first_candidate() -> None:
-    assert find_period(torch.zeros(121)) == 11  # its score is 0, that of P = 1 is 1e-12
+@pytest.mark.parametrize("shape", [(121,), (64, 48), (1,), (), (3, 4, 5)], ids=str)
+def test_zeros_decide_nothing(shape: tuple[int, ...]) -> None:
+    assert find_period(torch.zeros(shape)) == UNDECIDED
+    grad = torch.zeros(shape).view(-1)
+    grad[-1:] = 1e-40
+    assert find_period(grad.view(shape)) != UNDECIDED
 
 
 def test_a_prime_count_beyond_the_longest_run_stays_in_single_elements() -> None:
@@ -112,7 +154,7 @@ def test_strides_do_not_matter() -> None:
 def test_a_non_finite_gradient_counts_as_without_structure(bad: float) -> None:
     grad = noise(16, 33)
     grad[3, 5] = bad
-    assert find_period(grad) == 528
+    assert find_period(grad) == 33
     assert find_period(torch.full((121,), bad)) == 121
 
 

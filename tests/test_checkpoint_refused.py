@@ -183,8 +183,8 @@ def test_momentum_without_its_codebook_is_refused() -> None:
 
 def test_names_must_agree_where_both_have_them() -> None:
     net, optimizer = trained("gefen")
-    renamed = Gefen([(f"module.{name}", param) for name, param in net.named_parameters()])
-    with pytest.raises(CheckpointError, match=r"parameter '0.weight'.*'module.0.weight'"):
+    renamed = Gefen([(f"net.{name}", param) for name, param in net.named_parameters()])
+    with pytest.raises(CheckpointError, match=r"parameter '0.weight'.*'net.0.weight'"):
         renamed.load_state_dict(optimizer.state_dict())
     bare = Gefen(net.parameters())
     bare.load_state_dict(optimizer.state_dict())

@@ -19,6 +19,7 @@ from gefen.codebook import (
     optimal_centres,
     philox,
     solve,
+    with_zero,
 )
 
 GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "codebooks.npz")
@@ -177,9 +178,44 @@ def test_optimal_even_where_no_price_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_codebooks(case: str) -> None:
-    book = solve(torch.from_numpy(GOLDEN[f"{case}.counts"]))
-    assert torch.equal(book, torch.from_numpy(GOLDEN[f"{case}.codebook"]))
+def test_recorded_codebooks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from before one entry was 0, which is all that has changed."""
+    counts = torch.from_numpy(GOLDEN[f"{case}.counts"])
+    recorded = torch.from_numpy(GOLDEN[f"{case}.codebook"])
+    book = solve(counts)
+    assert torch.equal(book, torch.from_numpy(with_zero(recorded.numpy())))
+    assert (book != recorded).sum() <= 1
+    monkeypatch.setattr(codebook, "with_zero", lambda entries: entries)
+    assert torch.equal(solve(counts), recorded)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([-1, -0.5, 0.2, 1], [-1, -0.5, 0, 1]),
+        ([-1, -0.25, 0.25, 1], [-1, 0, 0.25, 1]),
+        ([-1, 0.1, 0.1, 1], [-1, 0, 0.1, 1]),
+        ([-1, 0, 0.5, 1], [-1, 0, 0.5, 1]),
+    ],
+)
+def test_the_entry_nearest_to_zero_becomes_zero(
+    entries: list[float], expected: list[float]
+) -> None:
+    before = np.array(entries)
+    assert with_zero(before).tolist() == expected
+    assert before.tolist() == entries
+
+
+def test_the_fixed_codebook_is_the_same_everywhere() -> None:
+    """Ranks that learn none together all have it, whatever their machines."""
+    book = codebook.fixed()
+    assert codebook.digest(book) == "fa8d922f1f63"
+    assert (book[0], book[-1]) == (-1, 1)
+    assert (book.diff() > 0).all()
+    assert (book == 0).sum() == 1
+    assert not codebook.is_blank(book)
+    # Finest in the middle, where most of a gradient lies.
+    assert book.diff()[118:138].max() < 0.2 * book.diff()[[0, -1]].min()
 
 
 @pytest.mark.parametrize("filled", [0, 1, 2, 17, 254, 255, 256, 257, 300, BINS])
@@ -192,6 +228,7 @@ def test_every_histogram_gives_a_legal_codebook(filled: int, weight: int) -> Non
     assert book.dtype == torch.float32
     assert (book[0], book[-1]) == (-1, 1)
     assert (book.diff() >= 0).all()
+    assert (book == 0).any()
 
 
 @pytest.mark.parametrize("filled", [256, 258, 300])
@@ -201,7 +238,8 @@ def test_light_points_beside_heavy_ones(filled: int) -> None:
     counts[:filled:2], counts[1:filled:2] = 1 << 30, 1
     centres = (torch.arange(BINS) + 0.5) / 2048 - 1
     book = solve(counts)
-    heavy = (centres[2:filled:2].unsqueeze(1) - book).abs().amin(dim=1)
+    # But for the last of them all, which is the entry nearest to 0.
+    heavy = (centres[2 : filled - 2 : 2].unsqueeze(1) - book).abs().amin(dim=1)
     assert heavy.max() < 1e-6
 
 
@@ -210,8 +248,22 @@ def test_few_bins_become_the_entries() -> None:
     counts[[5, 1000, 3000]] = torch.tensor([3, 1, 2])
     centre = torch.tensor([1000.5, 3000.5]) / 2048 - 1
     book = solve(counts)
-    assert torch.equal(book[:2], torch.tensor([-1.0, float(centre[0])]))
-    assert torch.equal(book[2:-1], centre[1].expand(253))
+    assert torch.equal(book[:3], torch.tensor([-1.0, float(centre[0]), 0.0]))
+    assert torch.equal(book[3:-1], centre[1].expand(252))
+
+
+def test_of_two_entries_equally_near_the_lower_becomes_zero() -> None:
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[[0, BINS // 2 - 1, BINS // 2, BINS - 1]] = 1
+    assert solve(counts)[1:3].tolist() == [0.0, 1 / BINS]
+
+
+def test_entries_stay_sorted_where_many_are_nearest_to_zero() -> None:
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[[5, 1000]] = 1
+    book = solve(counts)
+    assert (book.diff() >= 0).all()
+    assert (book == 0).sum() == 1
 
 
 def test_zero_gradients_keep_a_codebook_with_zero() -> None:
@@ -382,7 +434,9 @@ def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
 def test_blank_codebook_is_even_and_no_learned_one() -> None:
     book = codebook.blank()
     assert (book[0], book[-1]) == (-1, 1)
-    torch.testing.assert_close(book.diff(), torch.full((255,), 2 / 255))
+    even = torch.linspace(-1, 1, SIZE)
+    even[127] = 0
+    torch.testing.assert_close(book, even)
     assert codebook.is_blank(book.clone())
-    even = torch.ones(codebook.BINS, dtype=torch.int64)
-    assert not codebook.is_blank(codebook.solve(even))
+    counts = torch.ones(codebook.BINS, dtype=torch.int64)
+    assert not codebook.is_blank(codebook.solve(counts))

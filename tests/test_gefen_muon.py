@@ -80,6 +80,59 @@ def test_update_is_what_is_documented(
     assert ("normuon_v" in optimizer.state[param]) is bool(own.get("normuon"))
 
 
+STACK = (3, 6, 48)
+"""Matrices and their shape."""
+
+
+def first_of_a_stack(blocks: int) -> Tensor:
+    """A gradient that makes blocks of 16 elements, or of whole matrices."""
+    signs = gradients(STACK, 1)[0].sign()
+    runs = torch.logspace(0, 1, 54).repeat_interleave(16).view(STACK)
+    return signs * runs if blocks == 16 else signs
+
+
+@pytest.mark.parametrize("blocks", [16, 6 * 48])
+@pytest.mark.parametrize("chosen", ["defaults", "tuned4", "normuon", "cautious", "all", "batched"])
+def test_each_matrix_of_a_stack_is_stepped_as_it_would_be_alone(chosen: str, blocks: int) -> None:
+    """From the same state on, which those alone would have had in blocks within their rows."""
+    own = {**SETTINGS["all"], "batched_ns": True} if chosen == "batched" else SETTINGS[chosen]
+    stack = start(STACK)
+    together = GefenMuon([stack], lr=0.02, **own)
+    train(together, stack, [first_of_a_stack(blocks)])
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    single = GefenMuon(alone, lr=0.02, **own)
+    saved = single.state_dict()
+    whole = together.state[stack]
+    assert whole["period"] == blocks
+    for i in range(len(alone)):
+        rows = {k: whole[k][i] for k in ("index", "magnitude", "normuon_v") if k in whole}
+        if blocks == 16:
+            rows["magnitude"] = rows["magnitude"].view(6, 3)
+        saved["state"][i] = {**whole, **rows}
+    single.load_state_dict(saved)
+    for grad in gradients(STACK, 4)[1:]:
+        train(together, stack, [grad])
+        for matrix, part in zip(alone, grad, strict=True):
+            matrix.grad = part
+        single.step()
+    assert torch.equal(stack, torch.stack(alone))
+    for i, matrix in enumerate(alone):
+        for key in ("index", "magnitude", "normuon_v"):
+            if key in whole:
+                found = single.state[matrix][key].reshape(-1)
+                assert torch.equal(whole[key][i].reshape(-1), found), key
+
+
+def test_one_matrix_of_a_stack_without_gradient_only_decays() -> None:
+    stack = start(STACK)
+    grads = gradients(STACK, 3)
+    for grad in grads:
+        grad[1] = 0
+    train(GefenMuon([stack], lr=0.1, weight_decay=0.5, normuon=True), stack, grads)
+    torch.testing.assert_close(stack.detach()[1], start(STACK).detach()[1] * 0.95**3)
+    assert not torch.isclose(stack[0], start(STACK)[0] * 0.95**3).any()
+
+
 def test_constant_gradient_moves_along_its_orthogonal_factor() -> None:
     """Known answer: the update of a matrix with equal singular values is that matrix."""
     q = torch.linalg.qr(gradients((16, 16), 1)[0])[0]
@@ -104,7 +157,7 @@ def test_low_precision_parameters(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 20_000, 1 << 28])
 def test_batched_iteration_gives_the_same_bytes(limit: int) -> None:
-    shapes = [(16, 24), (16, 24), (24, 16), (16, 24), (8, 8), (16, 24)]
+    shapes = [(16, 24), (16, 24), (24, 16), (3, 16, 24), (8, 8), (16, 24), (3, 16, 24)]
     results = []
     for chosen in ({}, {"batched_ns": True, "batched_ns_workspace_bytes": limit}):
         params = [start(shape) for shape in shapes]
@@ -175,8 +228,12 @@ def test_normuon_switched_on_later() -> None:
     assert bytes_of(other.state_dict()["state"]) == bytes_of(optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (1, 1), (1, 30), (30, 1)], ids=str)
-def test_degenerate_matrices(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 4), (4, 0), (1, 1), (1, 30), (30, 1), (0, 4, 4), (2, 0, 3), (1, 1, 1), (5, 4, 1)],
+    ids=str,
+)
+def test_degenerate_matrices(shape: tuple[int, ...]) -> None:
     param = start(shape)
     optimizer = GefenMuon([param], normuon=True, cautious=True)
     train(optimizer, param, gradients(shape, 3))
@@ -294,8 +351,8 @@ def test_bad_settings_are_named(name: str, value: Any) -> None:
             assert not optimizer.state
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-def test_only_matrices(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5)], ids=str)
+def test_only_matrices_and_stacks_of_them(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedParameterError, match="'bad' has shape"):
         GefenMuon([("good", start((3, 3))), ("bad", start(shape))])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from workload import bytes_of
 
-from gefen import Gefen, GefenMuon, GefenMuonHybrid, split_params_for_muon
+from gefen import Gefen, GefenMuon, GefenMuonHybrid, routing_table, split_params_for_muon
 from gefen.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -278,9 +278,8 @@ def test_added_groups_are_routed(backup: str) -> None:
     saved = copy.deepcopy(hybrid.state_dict())
     hybrid.load_state_dict(saved)
     assert bytes_of(hybrid.state_dict()) == bytes_of(saved)
-    for params in ([("a", more.inner.weight), ("b", more.norm.bias)], []):
-        with pytest.raises(InvalidArgumentError, match="one half at a time"):
-            hybrid.add_param_group({"params": params})
+    with pytest.raises(InvalidArgumentError, match="no parameter in it"):
+        hybrid.add_param_group({"params": []})
     with pytest.raises(InvalidArgumentError, match="Duplicate parameter 'again'"):
         hybrid.add_param_group({"params": [("again", more.outer.weight)]})
     with pytest.raises(InvalidArgumentError, match="pairs"):
@@ -346,12 +345,15 @@ def test_bad_parameters_are_named() -> None:
             GefenMuonHybrid(muon, [*backup, ("bad", nn.Parameter(bad))], lr=0.1)
     with pytest.raises(InvalidArgumentError, match="pairs"):
         GefenMuonHybrid(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="no trainable parameter"):
+    for nothing in ([], [{"params": []}], nn.Identity()):
+        with pytest.raises(InvalidArgumentError, match="there is no parameter to optimize"):
+            GefenMuonHybrid(nothing, lr=0.1)
+    with pytest.raises(InvalidArgumentError, match="there is no parameter to optimize"):
         GefenMuonHybrid([], [], lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="no trainable parameter"):
-        GefenMuonHybrid(net().requires_grad_(False), lr=0.1)
     with pytest.raises(InvalidArgumentError, match="backup_substrings"):
         GefenMuonHybrid(muon, backup, lr=0.1, backup_substrings=("x",))
+    with pytest.raises(InvalidArgumentError, match="sides decides"):
+        GefenMuonHybrid(muon, backup, lr=0.1, sides={"norm.bias": "backup"})
     with pytest.raises(InvalidArgumentError, match="pairs"):
         GefenMuonHybrid(model, backup, lr=0.1)
     with pytest.raises(TypeError, match="lr"):
@@ -387,3 +389,68 @@ def test_groups_that_are_replaced_are_refused(backup: str) -> None:
     assert bytes_of(model.state_dict()) == before
     hybrid.param_groups = kept
     hybrid.step()
+
+
+@BACKUPS
+def test_layers_unfrozen_later_are_stepped(backup: str) -> None:
+    model = net()
+    model.inner.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    hybrid = GefenMuonHybrid(model, lr=0.1, weight_decay=0.1, backup_optimizer=backup)
+    assert names(hybrid) == [MUON, BACKUP]
+    frozen = [*model.inner.parameters(), *model.norm.parameters()]
+    before = bytes_of(frozen)
+    give_gradients(model, 0)
+    for param in frozen:
+        param.grad = None
+    hybrid.step()
+    assert bytes_of(frozen) == before
+    hybrid.load_state_dict(copy.deepcopy(hybrid.state_dict()))
+    model.requires_grad_(True)
+    give_gradients(model, 1)
+    hybrid.step()
+    assert all(a != b for a, b in zip(bytes_of(frozen), before, strict=True))
+
+
+def test_a_frozen_model_is_taken() -> None:
+    assert names(GefenMuonHybrid(net().requires_grad_(False), lr=0.1)) == [MUON, BACKUP]
+
+
+def test_shows_its_halves() -> None:
+    text = repr(GefenMuonHybrid(net(), lr=0.25, backup_lr=0.5, no_decay_substrings=("bias",)))
+    assert text.splitlines()[:5] == [
+        "GefenMuonHybrid (",
+        "Muon: 2 parameters, 1280 elements",
+        "Backup, Gefen: 4 parameters, 456 elements",
+        "Parameter Group 0 (Muon)",
+        "    adjust_lr_fn: match_rms_adamw",
+    ]
+    assert "Parameter Group 2 (Backup)\n    betas" in text
+    assert "    lr: 0.25\n" in text
+    assert "inner" not in text
+    assert "    lr: 0.5\n" in text
+    vectors = [("norm.bias", net().norm.bias)]
+    text = repr(GefenMuonHybrid(vectors, lr=0.1, backup_optimizer="adamw"))
+    assert "Muon: 0 parameters, 0 elements\nBackup, AdamW: 1 parameters, 16 elements\n" in text
+
+
+def test_verbose_logs_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="gefen")
+    model = net()
+    GefenMuonHybrid(model, lr=0.1)
+    assert not caplog.records
+    hybrid = GefenMuonHybrid.from_model(model, lr=0.1, verbose=True)
+    assert str(routing_table(model)) in caplog.text
+    hybrid.add_param_group({"params": [("later.weight", nn.Parameter(torch.zeros(4, 4)))]})
+    assert "muon  later.weight  (4, 4)" in caplog.text
+    GefenMuonHybrid(*split_params_for_muon(model), lr=0.1, verbose=True)
+    assert "given as Muon's" in caplog.text
+
+
+def test_caller_chooses_sides() -> None:
+    hybrid = GefenMuonHybrid.from_model(net(), lr=0.1, sides={"outer.*": "backup"})
+    assert names(hybrid)[0] == ["inner.weight"]
+    hybrid.add_param_group({"params": [("outer.more", nn.Parameter(torch.zeros(4, 4)))]})
+    assert names(hybrid)[2:] == [["outer.more"]]
+    with pytest.raises(UnsupportedParameterError, match=r"'norm\.bias' has shape \(16,\)"):
+        GefenMuonHybrid(net(), lr=0.1, sides={"norm.bias": "muon"})

@@ -95,6 +95,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "capturable": False,
         "verbose": False,
         **NEW,
+        "sides": None,  # not of gefen-x
     },
     "GefenMuonHybrid.from_model": {
         "model": REQUIRED,
@@ -105,6 +106,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "split_params_for_muon": {
         "model": REQUIRED,
         "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,  # not of gefen-x
+    },
+    "prepare_load": {"model": REQUIRED, "optimizer": REQUIRED, "checkpoint": REQUIRED},
+    "routing_table": {  # not of gefen-x
+        "model": REQUIRED,
+        "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
+        "*": None,
+        "sides": None,
     },
     "validate_split": {
         "muon_named_params": REQUIRED,
@@ -135,6 +145,8 @@ def test_public_names() -> None:
         "GefenMuonHybrid",
         "__version__",
         "kernels",
+        "prepare_load",
+        "routing_table",
         "split_params_for_muon",
         "validate_split",
     }

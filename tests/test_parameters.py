@@ -83,9 +83,6 @@ def test_names_are_for_all_groups_or_none() -> None:
     assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0]["param_names"] = []
     optimizer.step()
-    optimizer.param_groups[0]["param_names"] = ["w", "v"]
-    with pytest.raises(InvalidArgumentError, match="2 names for 1 parameters"):
-        optimizer.step()
 
 
 def test_groups_may_come_from_generators() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from gefen import split_params_for_muon, validate_split
+from gefen import GefenMuonHybrid, routing_table, split_params_for_muon, validate_split
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 
 
@@ -28,7 +30,7 @@ def names(half: list[tuple[str, torch.Tensor]]) -> list[str]:
 
 def test_split() -> None:
     muon, backup = split_params_for_muon(Model())
-    assert names(muon) == ["inner.weight", "outer.weight"]
+    assert names(muon) == ["inner.weight", "outer.weight", "frozen.weight"]
     assert names(backup) == [
         "tokens.weight",
         "bag.weight",
@@ -37,6 +39,7 @@ def test_split() -> None:
         "conv.bias",
         "LM_Head.weight",
         "LM_Head.bias",
+        "frozen.bias",
     ]
 
 
@@ -52,9 +55,9 @@ def test_split_finds_tied_heads_under_any_name() -> None:
 
 def test_split_by_own_substrings() -> None:
     muon, _ = split_params_for_muon(Model(), ("INNER",))
-    assert names(muon) == ["LM_Head.weight", "outer.weight"]
+    assert names(muon) == ["outer.weight", "frozen.weight"]
     muon, _ = split_params_for_muon(Model(), ())
-    assert names(muon) == ["inner.weight", "LM_Head.weight", "outer.weight"]
+    assert names(muon) == ["inner.weight", "outer.weight", "frozen.weight"]
     with pytest.raises(InvalidArgumentError, match="backup_substrings='inner'"):
         split_params_for_muon(Model(), "inner")
     with pytest.raises(InvalidArgumentError, match="model"):
@@ -90,8 +93,121 @@ def test_validate_refuses() -> None:
 
 def test_validate_wants_what_is_trainable_only() -> None:
     model = Model()
-    split = split_params_for_muon(model)
-    validate_split(*split, model)
+    muon, backup = split_params_for_muon(model)
+    frozen = [pair for pair in muon if pair[0] != "frozen.weight"]
+    validate_split(frozen, backup, model)
     model.frozen.requires_grad_(True)
     with pytest.raises(InvalidArgumentError, match=r"'frozen.weight' is trainable"):
-        validate_split(*split, model)
+        validate_split(frozen, backup, model)
+
+
+def test_frozen_parameters_that_cannot_be_stepped_are_in_neither_half() -> None:
+    model = Model()
+    quantised = torch.zeros(8, 8, dtype=torch.uint8)
+    model.inner.weight = nn.Parameter(quantised, requires_grad=False)
+    muon, backup = split_params_for_muon(model)
+    assert "inner.weight" not in names(muon) + names(backup)
+    validate_split(muon, backup, model)
+    route = next(route for route in routing_table(model) if route.name == "inner.weight")
+    assert route.side == "left out"
+    assert "frozen, and could not be stepped: " in route.why
+    assert "torch.uint8" in route.why
+    model.inner.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64))
+    with pytest.raises(UnsupportedParameterError, match="complex64"):
+        GefenMuonHybrid(model, lr=0.1)
+
+
+def test_table() -> None:
+    table = routing_table(Model())
+    assert table[0] == ("tokens.weight", (16, 8), "backup", "table of an embedding (Embedding)")
+    assert (table[2].name, table[2].side) == ("inner.weight", "muon")
+    assert [route.name for route in table] == [n for n, _ in Model().named_parameters()]
+    lines = str(table).splitlines()
+    assert len(lines) == len(table)
+    assert lines[2] == "muon    inner.weight    (8, 8)     weight of a linear layer (Linear)"
+    assert str(routing_table([])) == ""
+
+
+def test_table_of_pairs_goes_by_names_and_shapes() -> None:
+    matrix, batch = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(2, 4, 4))
+    for name, param, side in (
+        ("layers.0.wq.weight", matrix, "muon"),
+        ("wq", matrix, "muon"),
+        ("layers.0.PatchEmbed.weight", matrix, "backup"),
+        ("layers.0.A_log", matrix, "backup"),
+        ("layers.0.bias_table.weight", matrix, "backup"),
+        ("shared.weight", matrix, "backup"),
+        ("output.weight", matrix, "backup"),
+        ("layers.0.output.weight", matrix, "muon"),
+        ("layers.0.output.dense.weight", matrix, "muon"),
+        ("cls.predictions.decoder.weight", matrix, "backup"),
+        ("decoder.weight", matrix, "backup"),
+        ("model.decoder.weight", matrix, "muon"),
+        ("layers.0.experts.w1", batch, "muon"),
+        ("layers.0.experts.matrices", batch, "muon"),
+        ("layers.0.mlp.gate_up_proj", batch, "muon"),
+        ("layers.0.experts.bias", batch, "backup"),
+        ("layers.0.experts.conv.weight", batch, "backup"),
+        ("layers.0.experts.3.weight", batch, "backup"),
+        ("layers.0.wq.weight", batch, "backup"),
+    ):
+        assert (name, routing_table([(name, param)])[0].side) == (name, side)
+
+
+def test_bare_parameters_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        routing_table(Model().parameters())
+    assert "optimizers=(GefenMuonHybrid.from_model(model), None)" in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match="pairs"):
+        routing_table(3)
+
+
+def test_lazy_parameters_are_named_once_validated() -> None:
+    model = nn.Sequential(nn.LazyLinear(8))
+    assert [route.shape for route in routing_table(model)] == [(), ()]
+    with pytest.raises(UnsupportedParameterError, match=r"'0\.weight' is not initialized"):
+        validate_split(*split_params_for_muon(model))
+
+
+def test_caller_chooses_sides() -> None:
+    model = Model()
+    for chosen in (
+        {"outer.weight": "backup", "tokens.weight": "muon"},
+        {"outer.*": "backup", "tok*.weight": "muon", "outer.weight": "muon"},
+        lambda name, param: {"outer.weight": "backup", "tokens.weight": "muon"}.get(name),
+    ):
+        muon, _ = split_params_for_muon(model, sides=chosen)
+        assert names(muon) == ["tokens.weight", "inner.weight", "frozen.weight"]
+        table = {route.name: route for route in routing_table(model, sides=chosen)}
+        assert table["outer.weight"].why == "chosen by the caller"
+        assert table["inner.weight"].why == "weight of a linear layer (Linear)"
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        ({"inner.weihgt": "muon"}, "no parameter is called 'inner.weihgt'"),
+        ({"inner.weight": "Muon"}, r"sides\['inner.weight'\]='Muon': must be 'muon' or 'backup'"),
+        ({3: "muon"}, "sides"),
+        (["inner.weight"], "must be a mapping"),
+        ("inner.weight", "must be a mapping"),
+        (lambda name, param: True, r"sides\['tokens.weight'\]=True"),
+    ],
+)
+def test_bad_sides_are_refused(sides: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        split_params_for_muon(Model(), sides=sides)
+    with pytest.raises(InvalidArgumentError, match=message):
+        GefenMuonHybrid.from_model(Model(), lr=0.1, sides=sides)
+
+
+def test_wrappers_in_names_change_nothing() -> None:
+    model = nn.ModuleDict({"decoder": nn.Linear(8, 9), "inner": nn.Linear(8, 8)})
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})
+    for chosen, sides in (
+        (None, ["backup", "muon"]),
+        ({"inner.weight": "backup"}, ["backup"] * 2),
+    ):
+        for module in (model, wrapped):
+            table = routing_table(module, sides=chosen)
+            assert [r.side for r in table if r.name.endswith("weight")] == sides

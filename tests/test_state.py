@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from workload import OPTIMIZERS, model, step
 
 from gefen import Gefen
+from gefen.layout import Layout
 from gefen.state import LARGEST_COUNT, disagreement, impossible, momentum_spec
 
 
@@ -17,22 +18,22 @@ def test_state_is_what_is_documented() -> None:
     for number in range(3):
         step(net, optimizer, number)
     weight = optimizer.state[net[1].weight]
-    blocks = 640 // weight["period"]
     assert {
         key: (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
         for key, value in weight.items()
     } == {
         "step": int,
         "period": int,
-        "index": (torch.uint8, (640,)),
-        "magnitude": (torch.float32, (blocks,)),
+        "index": (torch.uint8, (40, 16)),
+        "magnitude": (torch.float32, (40, 16 // weight["period"])),
         "v_row": (torch.float32, (40,)),
         "v_col": (torch.float32, (16,)),
         "global_step": (torch.int64, ()),
         "codebook": (torch.float32, (256,)),
     }
     bias = optimizer.state[net[1].bias]
-    assert bias["v"].shape == bias["magnitude"].shape
+    assert bias["index"].shape == (40,)
+    assert bias["v"].shape == bias["magnitude"].shape == (40 // bias["period"],)
     assert bias["codebook"] is weight["codebook"]
     assert bias["step"] == bias["global_step"] == 3
 
@@ -79,9 +80,39 @@ def test_state_is_about_one_byte_per_parameter(factored: bool) -> None:
     assert 1 < state / elements <= 1.02
 
 
+@pytest.mark.parametrize("shape", [(6, 48), (4, 3, 8, 2), (96,), (), (0, 5), (5, 0)], ids=str)
+def test_blocks_of_state_lie_in_rows(shape: tuple[int, ...]) -> None:
+    """Of every form: what a rank has of a parameter's rows it has of their state."""
+    param = nn.Parameter(torch.zeros(shape))
+    optimizer = Gefen([param], factored_v_2d=False)
+    runs = torch.arange(-(-param.numel() // 8)).exp().repeat_interleave(8)[: param.numel()]
+    for grad in (torch.zeros(shape), runs.view(shape)):
+        param.grad = grad
+        optimizer.step()
+        state = optimizer.state[param]
+        assert state["index"].shape == shape
+        length = param.numel() // shape[0] if len(shape) > 1 and shape[0] else param.numel()
+        blocks = length // state["period"] if state["period"] else min(length, 1)
+        lead = shape[:1] if len(shape) > 1 else ()
+        if param.numel():
+            assert state["magnitude"].shape == state["v"].shape == (*lead, blocks)
+
+
+def test_a_first_gradient_of_zeros_decides_nothing() -> None:
+    param = nn.Parameter(torch.ones(6, 48))
+    optimizer = Gefen([param], factored_v_2d=False)
+    for number, periods in enumerate([0, 0, 16]):
+        runs = torch.logspace(0, 3, 18).repeat_interleave(16).view(6, 48)
+        param.grad = runs * (number == 2)
+        optimizer.step()
+        assert optimizer.state[param]["period"] == periods
+        assert torch.equal(param, torch.ones(6, 48)) is (number < 2)
+    assert optimizer.state[param]["step"] == 3
+
+
 def test_counts_are_bounded() -> None:
     """So that they fit the arithmetic that they go into."""
-    param = torch.zeros(0)
+    layout = Layout(torch.Size([0]))
     entry = {
         "step": 10**400,
         "period": 1,
@@ -90,11 +121,10 @@ def test_counts_are_bounded() -> None:
         "codebook": torch.linspace(-1, 1, 256),
         "global_step": torch.tensor(1),
     }
-    assert (
-        disagreement(momentum_spec(param, entry), entry) == f"step is larger than {LARGEST_COUNT}"
-    )
+    found = disagreement(momentum_spec(layout, entry), entry)
+    assert found == f"step is larger than {LARGEST_COUNT}"
     entry["step"] = 1
-    assert disagreement(momentum_spec(param, entry), entry) is None
+    assert disagreement(momentum_spec(layout, entry), entry) is None
     assert impossible(entry) is None
 
 

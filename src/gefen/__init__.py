@@ -9,7 +9,8 @@ from gefen import installed, kernels
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
 from gefen.hybrid import GefenMuonHybrid
-from gefen.routing import split_params_for_muon, validate_split
+from gefen.resume import prepare_load
+from gefen.routing import routing_table, split_params_for_muon, validate_split
 
 __all__ = [
     "Gefen",
@@ -17,6 +18,8 @@ __all__ = [
     "GefenMuonHybrid",
     "__version__",
     "kernels",
+    "prepare_load",
+    "routing_table",
     "split_params_for_muon",
     "validate_split",
 ]

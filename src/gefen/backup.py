@@ -10,11 +10,12 @@ from torch import Tensor
 
 from gefen import capture
 from gefen import hyperparameters as check
-from gefen.base import gradients
 from gefen.errors import UnsupportedParameterError
 from gefen.group_keys import KnownKeys
+from gefen.layout import Layout
 from gefen.parameters import Slot
 from gefen.state import EXP_AVG, EXP_AVG_SQ, STEP, Entry, Spec, check_unchanged
+from gefen.step import gradients
 
 
 def _unhooked_step() -> Any:
@@ -44,6 +45,8 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
         "fused": check.one_of(None, False),
     }
     """One for each setting that torch's constructor has besides; groups may have their own."""
+
+    place = 1
 
     @property
     def capturable(self) -> bool:
@@ -82,7 +85,7 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
                 check.unread_rate("lr", rate, device)
         entry = self.state.get(slot.param)
         if entry:
-            check_unchanged(self._spec(slot.param, entry), entry, slot.name)
+            check_unchanged(self._spec(slot, entry), entry, slot.name)
             here, there = slot.param.device, entry[EXP_AVG].device
             if here != there:
                 raise UnsupportedParameterError(
@@ -90,9 +93,6 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
                     "optimizer's state_dict() into it once the parameter has moved"
                 )
         return slot
-
-    def _view(self, slot: Slot) -> Tensor:
-        return slot.param
 
     def _prepare(self, works: list[Slot]) -> list[Slot]:
         if capture.under_way():
@@ -130,7 +130,8 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
             check.refuse("foreach", True, "None or False where lr is a tensor")
         return chosen
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        param = slot.param
         # torch counts in its default dtype, which may have been another one then.
         wide = getattr(entry.get(STEP), "dtype", None) == torch.float64
         average = (param.dtype, tuple(param.shape))
@@ -141,5 +142,6 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
                 EXP_AVG: average,
                 EXP_AVG_SQ: average,
             },
+            Layout(param.shape),
             {EXP_AVG: param, EXP_AVG_SQ: param},
         )

@@ -4,77 +4,61 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gefen import capture
-from gefen.checkpoint import CheckpointedOptimizer, forbid_inference
-from gefen.codebook import Quantizer, blank, is_blank
+from gefen.blocks import UNDECIDED, find_period, row_length, row_period
+from gefen.checkpoint import CheckpointedOptimizer
+from gefen.codebook import Quantizer, blank, digest, fixed, is_blank
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
-from gefen.momentum import histogram, learn_from, reencode
+from gefen.layout import Layout, layout_of
+from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
     check_distinct,
-    check_gradient,
+    check_names,
+    held,
+    is_dtensor,
+    is_shared,
     named,
     slots,
 )
-from gefen.scaling import forgotten_on_failure, refuse_controls
 from gefen.state import (
+    BLOCKWISE,
     CODEBOOK,
     COUNT,
     GLOBAL_STEP,
     INDEX,
     MAGNITUDE,
     PERIOD,
+    ROWWISE,
     SHARED,
     STEP,
     Entry,
     advance,
+    block_shape,
     check_unchanged,
+    is_unbegun,
 )
 from gefen.steady import Steady
+from gefen.step import gradients, stepped
+from gefen.work import Plan, Work
+
+if TYPE_CHECKING:
+    from gefen.distributed.sharding import Agreement
+    from gefen.distributed.shards import Shards
+    from gefen.distributed.stepping import StepFailure
 
 logger = logging.getLogger("gefen")
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A parameter that has a gradient, and its group's settings at the time of this step."""
-
-    slot: Slot
-    param: Tensor
-    """What is updated: the parameter, or this rank's shard of it."""
-    grad: Tensor
-    """Likewise."""
-    settings: dict[str, Any]
-    entry: Entry = field(default_factory=dict)
-    """The parameter's state, once the step updates it."""
-
-    @property
-    def key(self) -> Tensor:
-        """The parameter as it is registered, which its state is found by."""
-        return self.slot.param
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a step is about to publish; making it changes nothing."""
-
-    works: list[Work]
-    missing: dict[Tensor, Entry] = field(default_factory=dict)
-    """What each parameter's state lacks; those that lack nothing may be left out."""
-    codebook: Tensor | None = None
-    """Learned in this step, on the CPU."""
 
 
 class QuantisedOptimizer(Half, CheckpointedOptimizer):
@@ -102,12 +86,17 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     _examined: tuple[Tensor | None, bool] = (None, True)
     """A codebook, and whether it still has to be learned."""
 
+    _digested: tuple[Tensor | None, str] = (None, "none")
+    """A codebook, and its name."""
+
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
         self._quantizers: dict[int, tuple[Tensor, Quantizer]] = {}
         self._spare: Entry = {}
         self._steady: Steady | None = None
+        self._shards: Shards | None = None
+        self._layouts: dict[Tensor, tuple[Any, Layout]] = {}
         super().__init__(_groups(params), checked(arguments, self.checks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,6 +106,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self._quantizers = {}
         self._spare = {}
         self._steady = None
+        self._shards = None
+        self._layouts = {}
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,6 +122,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         group["params"], names = named(group["params"])
         if names is not None:
             group["param_names"] = names
+        check_names(group)
         misplaced = sorted(group.keys() & self.options.keys())
         if misplaced:
             raise InvalidArgumentError(
@@ -178,15 +170,46 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
                 work.settings = settings[id(work.slot.group)]
             return known
         self._steady = None
-        return [
-            Work(
-                slot,
-                self._view(slot),
-                self._view(slot._replace(param=grad)),
-                settings[id(slot.group)],
-            )
-            for slot, grad in gradients(self.param_groups, self._check)
-        ]
+        self._drop_unbegun()
+        found = gradients(self.param_groups, self._check)
+        return [self._work(slot, grad, settings[id(slot.group)]) for slot, grad in found]
+
+    def _work(self, slot: Slot, grad: Tensor, settings: dict[str, Any]) -> Work:
+        layout = self._layout(slot)
+        shared = layout.cut and self._is_shared(slot.group, slot.param)
+        return Work(slot, held(slot.param), held(grad), settings, layout, shared)
+
+    def _layout(self, slot: Slot) -> Layout:
+        param: Any = slot.param
+        if not is_dtensor(param):
+            return Layout(param.shape)
+        form = param.device_mesh, param.placements, param.shape, param.to_local().shape
+        known = self._layouts.get(param)
+        if known is None or known[0] != form:
+            known = self._layouts[param] = form, layout_of(param, slot.name)
+        return known[1]
+
+    def _is_shared(self, group: Mapping[str, Any], param: Tensor) -> bool:
+        """Whether ranks that have parts of a parameter step it together."""
+        return is_shared(param)
+
+    def _shares(self) -> bool:
+        # Most optimizers have plain parameters, which is seen at once.
+        return any(
+            self._is_shared(group, param)
+            for group in self.param_groups
+            for param in filter(is_dtensor, group["params"])
+        )
+
+    def _agreement(self) -> Agreement | None:
+        return self._joint_agreement() if self._shares() else None
+
+    def _drop_unbegun(self) -> None:
+        """Forget entries that say that nothing was done, which wrappers load as they are."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if is_unbegun(self.state.get(param) or {}):
+                    del self.state[param]
 
     def _current(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group's settings for one step; ``lr`` as a float, or a tensor not to be read."""
@@ -206,9 +229,15 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         plan = Plan(works)
         if not self._repeats(works):
             plan.missing.update((work.key, self._missing(work)) for work in works)
-        if self._wants_codebook():
-            return replace(plan, codebook=learn_from(self._histogram(works, plan.missing)))
+        if self._wants_codebook() and not self._shares():
+            return replace(plan, codebook=self._learned(works, plan.missing))
         return plan
+
+    def _learned(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor | None:
+        """A codebook by gradients that no other rank has; where none can be told, a fixed one."""
+        if any(self._layout(slot).cut for slot in slots(self.param_groups)):
+            return fixed()
+        return learn_from(self._histogram(works, missing))
 
     def _check_known(self, works: list[Work]) -> None:
         """Raise where a step would make or learn something, rather than update what is there."""
@@ -216,6 +245,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             entry = self.state.get(work.key)
             if not entry or self._moments(work, entry):
                 capture.refuse_first(work.slot.name, "gets its state")
+            elif entry[PERIOD] == UNDECIDED:
+                capture.refuse_first(work.slot.name, "waits for a gradient that is not zero")
             elif entry[INDEX].device != work.param.device:
                 capture.refuse_first(work.slot.name, "gets its state moved")
             elif (
@@ -235,36 +266,70 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         return self._steady is not None and self._steady.works is works
 
     def _histogram(self, works: list[Work], missing: dict[Tensor, Entry]) -> Tensor:
-        lacking: Entry = {}
-        known = (
-            missing.get(w.key, lacking).get(PERIOD) or self.state[w.key][PERIOD] for w in works
-        )
-        gradients = zip((work.grad for work in works), known, strict=True)
-        return histogram(gradients, self.options["fused"])
+        periods = [self._known_period(work, missing) for work in works]
+        pairs = [(w.grad, p) for w, p in zip(works, periods, strict=True) if p != UNDECIDED]
+        return histogram(pairs, self.options["fused"])
+
+    def _known_period(self, work: Work, missing: dict[Tensor, Entry]) -> int:
+        known = missing.get(work.key, {})
+        period: int = known[PERIOD] if PERIOD in known else self.state[work.key][PERIOD]
+        return period
 
     def _missing(self, work: Work) -> Entry:
         """What the parameter's state lacks before this step, on the parameter's device."""
         param, entry = work.param, self.state.get(work.key)
         if not entry:
             return {STEP: self._zero(param)} | self._fresh(work, self._period(work))
-        spec = self._spec(param, entry)
+        spec = self._spec(work.slot, entry)
         check_unchanged(spec.on_device() if self.capturable else spec, entry, work.slot.name)
         moved = {
             key: value.to(param.device)
             for key, value in entry.items()
             if isinstance(value, Tensor) and key not in SHARED and value.device != param.device
         }
+        if entry[PERIOD] == UNDECIDED:
+            moved |= self._decided(work, self._period(work))
         return moved | self._moments(work, entry)
 
     def _fresh(self, work: Work, period: int) -> Entry:
         """The state of a parameter before its first step, but for the count."""
-        n, device = work.param.numel(), work.param.device
         new: Entry = {
             PERIOD: period,
-            INDEX: torch.zeros(n, dtype=torch.uint8, device=device),
-            MAGNITUDE: torch.zeros(n // period, dtype=torch.float32, device=device),
+            INDEX: self._zeros(work, INDEX, work.layout.shape, torch.uint8),
+            MAGNITUDE: self._zeros(work, MAGNITUDE, block_shape(work.layout.shape, period)),
         }
         return new | self._moments(work, new)
+
+    def _decided(self, work: Work, period: int) -> Entry:
+        """What changes in the state of a parameter that has had no momentum until now."""
+        fresh = {} if period == UNDECIDED else self._fresh(work, period)
+        return {key: value for key, value in fresh.items() if key in (PERIOD, *BLOCKWISE)}
+
+    def _zeros(
+        self, work: Work, key: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """A tensor of the state, by the shape of the whole parameter's."""
+        rowwise = key in ROWWISE
+        part = torch.zeros(work.layout.part(shape, rowwise), dtype=dtype, device=work.param.device)
+        return work.layout.placed(part, rowwise)
+
+    def _period(self, work: Work) -> int:
+        """The block length of a parameter, from its first gradient; 0 where it does not tell.
+
+        That of a parameter which ranks step together they decide together.
+        """
+        forced = self._forced(work)
+        if forced is not None:
+            return forced
+        if work.shared:
+            return UNDECIDED
+        if work.layout.cut:
+            return row_period(work.layout.shape)
+        return find_period(work.grad, self.options["deterministic"])
+
+    def _forced(self, work: Work) -> int | None:
+        """The block length that settings demand, whatever the gradient."""
+        return None
 
     def _zero(self, param: Tensor) -> int | Tensor:
         """A count of a parameter's steps, before the first."""
@@ -302,12 +367,14 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         self._count(plan.works)
         if self.options["verbose"]:
             self._log(plan)
-        self._update([work for work in plan.works if work.param.numel()])
+        self._update(plan.works)
         self._remember(plan.works)
 
     def _remember(self, works: list[Work]) -> None:
         """Keep what was validated for the next step, but no gradient."""
-        if not self._repeats(works):
+        if any(work.entry[PERIOD] == UNDECIDED for work in works):
+            self._steady = None
+        elif not self._repeats(works):
             self._steady = Steady(self.param_groups, works, self.deciding)
         elif self._steady is not None:
             self._steady.forget()
@@ -322,11 +389,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         for count in counts.values():
             count.add_(1)
         count = next(iter(counts.values()))
-        if learned is not None and codebook is not None:
-            for entry in entries:
-                if INDEX in entry:
-                    device = entry[INDEX].device
-                    reencode(entry[INDEX], codebook.to(device), learned.to(device))
         if learned is not None or codebook is None:
             by_device, codebook = {}, blank() if learned is None else learned
         else:
@@ -340,6 +402,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             home = device if self.capturable else count.device
             if home not in counts:
                 counts[home] = count.to(home)
+            adapt(entry, by_device[device])
             entry |= {GLOBAL_STEP: counts[home], CODEBOOK: by_device[device]}
         if learned is not None:
             self._examined = self._shared(CODEBOOK), False
@@ -359,8 +422,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             logger.info("learned a codebook from %d gradients", len(plan.works))
         for work in plan.works:
             period = plan.missing.get(work.key, {}).get(PERIOD)
-            if period is not None:
-                logger.info("%s %s: period %d", work.slot.name, tuple(work.param.shape), period)
+            if period:
+                logger.info("%s %s: period %d", work.slot.name, tuple(work.layout.shape), period)
 
     def _quantizer(self, codebook: Tensor) -> Quantizer:
         known = self._quantizers.get(codebook.get_device())
@@ -370,23 +433,98 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _momentum(self, work: Work, beta: float) -> Momentum:
         """The arguments of this parameter's momentum update."""
-        entry, seed, codebook = work.entry, None, work.entry[CODEBOOK]
-        if work.settings["stochastic_round"]:
-            count = entry[GLOBAL_STEP]
-            seed = count if self.capturable else int(count), work.slot.number
+        entry, codebook = work.entry, work.entry[CODEBOOK]
         return Momentum(
             work.grad,
-            entry[INDEX],
-            entry[MAGNITUDE],
-            entry[PERIOD],
+            held(entry[INDEX]),
+            held(entry[MAGNITUDE]),
+            entry[PERIOD] or max(row_length(work.layout.shape), 1),
             beta,
             self._quantizer(codebook),
             torch.float64 if work.param.dtype is torch.float64 else torch.float32,
-            seed,
+            self._seed(work) if work.settings["stochastic_round"] else None,
+            self._offset(work),
         )
+
+    def _offset(self, work: Work) -> int:
+        """Elements of the whole parameter before those that a work has."""
+        layout = work.layout
+        return layout.first * row_length(layout.shape) if layout.in_rows else 0
+
+    def _seed(self, work: Work) -> tuple[int | Tensor, int]:
+        """What the random numbers of a parameter in this step depend on."""
+        count = work.entry[GLOBAL_STEP]
+        return count if self.capturable else int(count), work.slot.stream
+
+    def _rounding(self, work: Work) -> tuple[int | Tensor, int] | None:
+        """What a bfloat16 parameter's values are rounded by, if not to the nearest."""
+        wanted = work.settings["bf16_stochastic_round"] and work.param.dtype == torch.bfloat16
+        return self._seed(work) if wanted else None
 
     def _halves(self) -> Sequence[QuantisedOptimizer]:
         return [self]
+
+    def _facts(self) -> dict[str, Any]:
+        facts = super()._facts()
+        # Ranks that each step their own need not have taken as many steps.
+        if self._shares():
+            count = self._shared(GLOBAL_STEP)
+            facts |= {
+                "codebook": self._digest(self._shared(CODEBOOK)),
+                "global_step": 0 if count is None else int(count),
+            }
+        return facts
+
+    def _digest(self, codebook: Tensor | None) -> str:
+        """Name a codebook, for ranks to compare."""
+        if codebook is not self._digested[0]:
+            self._digested = codebook, digest(codebook)
+        return self._digested[1]
+
+    def _sharing(self) -> Shards:
+        """What ranks exchange; imported on first use, as a module of torch takes seconds."""
+        if self._shards is None:
+            from gefen.distributed.shards import Shards
+
+            self._shards = Shards()
+        self._shards.refresh(slots(self.param_groups))
+        return self._shards
+
+    def _wants_survey(self) -> bool:
+        if not self._shares():
+            return False
+        if self._wants_codebook():
+            return True
+        pairs = ((group, param) for group in self.param_groups for param in group["params"])
+        shared = (param for group, param in pairs if self._is_shared(group, param))
+        entries = (self.state.get(p) or {} for p in shared if p.grad is not None)
+        return any(entry.get(PERIOD, UNDECIDED) == UNDECIDED for entry in entries)
+
+    def _survey(self, plan: Plan, failure: StepFailure, first: bool) -> Tensor | None:
+        if not self._shares():
+            return None
+        sharing, missing = self._sharing(), plan.missing
+        together = [work for work in plan.works if work.shared]
+        undecided = [w for w in together if self._known_period(w, missing) == UNDECIDED]
+        periods = sharing.periods(undecided, self.options["deterministic"], failure)
+        for work in undecided:
+            period = periods.get(work.key, UNDECIDED)
+            failure.keep(partial(self._decide, work, missing, period), None)
+        if not self._wants_codebook():
+            return None
+        cut = [w for w in together if not w.layout.in_rows]
+        found = [w for w in plan.works if w.layout.in_rows or not w.layout.cut]
+        found += sharing.gathered(cut, failure)
+        counted = [w for w in found if w.layout.counts and (first or is_dtensor(w.key))]
+        return failure.keep(lambda: self._histogram(counted, missing), None)
+
+    def _decide(self, work: Work, missing: dict[Tensor, Entry], period: int) -> None:
+        missing.setdefault(work.key, {}).update(self._decided(work, period))
+
+    def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
+        if self._shares() and self._wants_codebook():
+            return replace(plan, codebook=learn_from(counts))
+        return plan
 
     def _loaded(self) -> None:
         self._spare = {}
@@ -398,10 +536,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return checked(settings, {**self.checks, "lr": current_rate})
 
-    def _period(self, work: Work) -> int:
-        """The block length of a parameter, from its first gradient."""
-        raise NotImplementedError
-
     def _moments(self, work: Work, entry: Entry) -> Entry:
         """Second moments that ``entry`` lacks."""
         raise NotImplementedError
@@ -412,65 +546,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
 
 _CPU = torch.device("cpu")
-
-
-def stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
-    """Step all halves, once all of them and all ranks are ready; return the closure's value.
-
-    Under ``torch.compile`` as well it runs as it is: what it does depends on values.
-    """
-    run = _stepped
-    if torch.compiler.is_compiling():
-        run = torch.compiler.disable(_stepped)  # type: ignore[no-untyped-call]
-    return run(optimizer, closure)
-
-
-def _stepped(optimizer: CheckpointedOptimizer, closure: Callable[[], Any] | None) -> Any:
-    forbid_inference("step()")
-    halves: Sequence[Any] = optimizer._halves()
-    with forgotten_on_failure(optimizer), _ended_on_failure(halves):
-        agreement = optimizer._agreement()
-        if capture.under_way():
-            capture.check(halves, agreement)
-        if agreement is not None:
-            return agreement.step(optimizer, halves, partial(evaluate, closure))
-        refuse_controls(optimizer)
-        loss = evaluate(closure)
-        plans = [half._prepare(half._collect()) for half in halves]
-        for half, plan in zip(halves, plans, strict=True):
-            half._commit(plan)
-        return loss
-
-
-@contextmanager
-def _ended_on_failure(halves: Sequence[Half]) -> Iterator[None]:
-    """Let go of what a step that fails has begun with, its gradients among it."""
-    try:
-        yield
-    except BaseException:
-        for half in halves:
-            half._ended()
-        raise
-
-
-def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, run with gradients enabled; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def gradients(
-    groups: list[dict[str, Any]], check: Callable[[Slot], None]
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Every parameter that has a gradient, both validated, and that gradient."""
-    for slot in slots(groups):
-        grad = slot.param.grad
-        if grad is not None:
-            check(slot)
-            check_gradient(slot.param, grad, slot.name)
-            yield slot, grad.detach()
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:

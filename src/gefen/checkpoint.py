@@ -15,23 +15,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from gefen.blocks import UNDECIDED
 from gefen.codebook import is_blank
+from gefen.convert import from_gefen_x
 from gefen.errors import CheckpointError, GefenError, InvalidArgumentError
 from gefen.half import Half
-from gefen.parameters import Slot, slots
+from gefen.layout import copied_to, distributed_like
+from gefen.parameters import Slot, comparable_names, held, is_dtensor, slots
 from gefen.state import (
+    BLOCKWISE,
     CODEBOOK,
     COUNT,
     COUNTED,
     COUNTS,
     GLOBAL_STEP,
     MAGNITUDE,
+    PERIOD,
+    ROWWISE,
     SHARED,
     STEP,
     Entry,
+    Spec,
     counted_by_host,
     disagreement,
     impossible,
+    is_unbegun,
 )
 
 if TYPE_CHECKING:
@@ -78,16 +86,13 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, with an entry for every parameter; refers to the live tensors.
 
-        Where ``sharded_mode="distributed"`` spreads the state over ranks, all of them must call
-        this together and each gets the complete state; :class:`PeerFailureError` on a rank that
-        waits in vain.
+        State of a DTensor consists of DTensors, which torch.distributed.checkpoint gathers and
+        reshards. Nothing is exchanged here.
         """
+        self._halves()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        gathered: dict[Tensor, Entry] = {}
-        for half in self._halves():
-            gathered |= half._gathered()
-        saved = _packed(self.param_groups, self.state, gathered)
+        saved = _packed(self.param_groups, self.state)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, saved)
             saved = saved if replaced is None else replaced
@@ -107,13 +112,13 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         Hooks get a copy of ``state_dict``, and one that raises changes nothing either.
         """
         forbid_inference("load_state_dict()")
-        given = _containers(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, given)
-            given = given if replaced is None else replaced
-        settings, entries = _read(given, self.param_groups, self._halves())
-        with _undone_on_failure(self):
-            self._publish(settings, entries)
+        with _undone_on_failure(self), self._all_or_none("load_state_dict()"):
+            given = _containers(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                replaced = pre_hook(self, given)
+                given = given if replaced is None else replaced
+            given = from_gefen_x(given, self.param_groups) or given
+            self._publish(*_read(given, self.param_groups, self._halves()))
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
         for half in self._halves():
@@ -121,6 +126,19 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
         agreement = self._agreement()
         if agreement is not None:
             agreement.mended()
+
+    @contextmanager
+    def _all_or_none(self, purpose: str) -> Iterator[None]:
+        """Raise on all ranks that share parameters where one of them raises."""
+        agreement, failure = self._agreement(), None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the other ranks must not go on alone
+            failure = error
+        if agreement is not None:
+            agreement.report(self._halves(), failure, purpose)
+        elif failure is not None:
+            raise failure
 
     def _publish(self, settings: list[dict[str, Any]], entries: dict[Tensor, Entry]) -> None:
         _keep_rates(self.param_groups, settings)
@@ -130,16 +148,10 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             group.update(chosen | own)
             for param in group["params"]:
                 self.state.pop(param, None)
-        for half in self._halves():
-            entries = half._kept(entries)
         self.state.update(entries)
 
 
-def _packed(
-    groups: list[dict[str, Any]],
-    state: Mapping[Tensor, Entry],
-    gathered: dict[Tensor, Entry],
-) -> dict[str, Any]:
+def _packed(groups: list[dict[str, Any]], state: Mapping[Tensor, Entry]) -> dict[str, Any]:
     """Groups and state with numbers in place of parameters."""
     found = list(slots(groups))
     numbers = {slot.param: slot.number for slot in found}
@@ -148,11 +160,24 @@ def _packed(
         | {"params": [numbers[param] for param in group["params"]]}
         for group in groups
     ]
-    entries = {
-        slot.number: gathered.get(slot.param) or state.get(slot.param) or {STEP: 0}
-        for slot in found
-    }
+    for group in packed:
+        # Those of parameters that a partition has taken the place of.
+        if len(group.get("param_names", ())) != len(group["params"]):
+            group.pop("param_names", None)
+    entries = {slot.number: _shown(state.get(slot.param) or {STEP: 0}) for slot in found}
     return {"state": entries, "param_groups": packed}
+
+
+def _shown(entry: Entry) -> Entry:
+    """An entry for a state dict; without blocks where their length is undecided.
+
+    The state that is loaded into it has other blocks, for which torch.distributed.checkpoint
+    would have no room in those of a fresh optimizer.
+    """
+    if entry.get(PERIOD) != UNDECIDED or PERIOD not in entry:
+        return entry
+    blank = {key: held(entry[key]).new_empty(0) for key in BLOCKWISE if key in entry}
+    return {**entry, **blank}
 
 
 def _containers(saved: Any) -> Any:
@@ -205,13 +230,14 @@ def _read(
     """Validate a state dict; return a copy of each group's settings and each entry."""
     saved_groups, saved_state = _outline(saved, groups)
     numbers = [number for group in saved_groups for number in group["params"]]
+    _check_names(saved_groups, groups)
     settings: list[dict[str, Any]] = [{} for _ in groups]
     entries: dict[Tensor, Entry] = {}
     for half in halves:
         own = set(map(id, half.param_groups))
         for at, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
             if id(group) in own:
-                settings[at] = _settings(half, at, group, saved_group)
+                settings[at] = _settings(half, at, saved_group)
         pairs = zip(slots(groups), numbers, strict=True)
         found = {
             slot.param: _entry(half, slot, saved_state[number])
@@ -247,8 +273,11 @@ def _outline(
             "build the optimizer from the same parameters in the same groups"
         )
     numbers = [number for group in saved_groups for number in group["params"]]
-    if len(set(numbers)) != len(numbers) or set(numbers) != set(saved_state):
-        lost = sorted(map(str, set(numbers) - set(saved_state)))
+    params = [param for group in groups for param in group["params"]]
+    # torch.distributed.checkpoint leaves out those of frozen parameters.
+    wanted = {n for n, param in zip(numbers, params, strict=True) if param.requires_grad}
+    if len(set(numbers)) != len(numbers) or not wanted <= set(saved_state) <= set(numbers):
+        lost = sorted(map(str, wanted - set(saved_state)))
         _refuse(
             f"its parameters do not match its state (no entry for {lost}): it is truncated, or "
             "another optimizer saved it"
@@ -269,16 +298,20 @@ def _check_group(number: int, group: Any) -> None:
         _refuse(f"group {number} has {names!r} as 'param_names', expected {len(params)} names")
 
 
-def _settings(
-    half: Half, number: int, group: dict[str, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
-    names, saved_names = group.get("param_names"), saved.get("param_names")
-    if names and saved_names and list(names) != list(saved_names):
-        pair = next(pair for pair in zip(saved_names, names, strict=False) if pair[0] != pair[1])
+def _check_names(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise where parameters are in another order, however the models are wrapped."""
+    both = zip(comparable_names(saved_groups), comparable_names(groups), strict=True)
+    for number, (saved, own) in enumerate(both):
+        if saved is None or own is None or len(saved) != len(own) or saved == own:
+            continue
+        pair = next(pair for pair in zip(saved, own, strict=True) if pair[0] != pair[1])
         _refuse(
             f"group {number} was saved with parameter {pair[0]!r} where this optimizer has "
             f"{pair[1]!r}; a hook of register_load_state_dict_pre_hook can rename or reorder"
         )
+
+
+def _settings(half: Half, number: int, saved: dict[str, Any]) -> dict[str, Any]:
     try:
         chosen = half._resumed(saved)
     except GefenError as error:
@@ -295,15 +328,48 @@ def _entry(half: Half, slot: Slot, saved: Any) -> Entry:
     if not isinstance(saved, Mapping):
         _refuse(f"the state of parameter {slot.name!r} is no dict")
     entry, counted = dict(saved), counted_by_host(saved)
-    if entry.keys() == {STEP} and isinstance(counted[STEP], int) and counted[STEP] == 0:
+    if is_unbegun(entry):
         return {}
-    spec = half._spec(half._view(slot), entry)
+    spec = half._spec(slot, entry)
     if STEP in spec.counts:
         entry = counted
+    entry = _placed(spec, entry)
     problem = disagreement(spec, entry) or impossible(entry)
     if problem is not None:
         _refuse(f"the state of parameter {slot.name!r} does not fit: {problem}")
     return entry
+
+
+def _placed(spec: Spec, entry: Entry) -> Entry:
+    """The entry with what is whole in it, which fits any layout, put where it belongs."""
+    placed = dict(entry)
+    for key, (dtype, shape) in spec.tensors.items():
+        if key in SHARED or key in COUNTED:
+            continue
+        value, rowwise = _complete(entry.get(key)), key in ROWWISE
+        if value is None:
+            if is_dtensor(entry.get(key)) and spec.misplaced(key, entry[key]) is None:
+                # A mesh that was loaded with it has no process groups.
+                placed[key] = spec.relaid(key, held(entry[key]))
+            continue
+        if key in BLOCKWISE and entry.get(PERIOD) == UNDECIDED and not value.numel():
+            value = torch.zeros(shape, dtype=dtype, device="cpu")
+        if tuple(value.shape) != shape:
+            continue
+        if key in spec.like:
+            placed[key] = distributed_like(value, spec.like[key])
+        else:
+            placed[key] = spec.layout.placed(spec.layout.share(value, rowwise), rowwise)
+    return placed
+
+
+def _complete(value: Any) -> Tensor | None:
+    """A tensor that every rank has all of; None for anything else."""
+    if type(value) is Tensor:
+        return value
+    if is_dtensor(value) and all(place.is_replicate() for place in value.placements):
+        return held(value)
+    return None
 
 
 def _check_shared(entries: list[Entry]) -> None:
@@ -326,7 +392,7 @@ def _check_shared(entries: list[Entry]) -> None:
 
 
 def _has_momentum(entry: Entry) -> bool:
-    magnitude = entry[MAGNITUDE]
+    magnitude = held(entry[MAGNITUDE])
     return bool(((magnitude > 0) & magnitude.isfinite()).any())
 
 
@@ -345,7 +411,7 @@ def _copied(entries: dict[Tensor, Entry], capturable: bool) -> dict[Tensor, Entr
             device = torch.device("cpu")
         if (key, device) in shared:
             return shared[key, device]
-        own = value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        own = copied_to(value, device)
         if key in SHARED:
             shared[key, device] = own
         return own

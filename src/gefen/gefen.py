@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +13,27 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import QuantisedOptimizer, Work
-from gefen.blocks import find_period
+from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import Options
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
-from gefen.parameters import Slot, is_dtensor
-from gefen.state import MAGNITUDE, STEP, V_COL, V_ROW, Entry, Spec, V, momentum_spec
+from gefen.parameters import Slot, held
+from gefen.state import (
+    MAGNITUDE,
+    PERIOD,
+    STEP,
+    V_COL,
+    V_ROW,
+    Entry,
+    Spec,
+    V,
+    block_shape,
+    momentum_spec,
+)
+from gefen.work import Work
+
+if TYPE_CHECKING:
+    from gefen.distributed.stepping import StepFailure
 
 
 class Gefen(Options, QuantisedOptimizer):
@@ -28,9 +44,13 @@ class Gefen(Options, QuantisedOptimizer):
 
     State of a parameter of n elements: a codebook index for each element (n bytes), float32
     magnitudes for each block of elements, and float32 second moments for each block, or for
-    each row and column of a matrix with ``factored_v_2d``. Block lengths and the codebook are
-    learned from the first gradients. Arithmetic is float32, for float64 parameters float64;
-    the state's dtypes are the same for all.
+    each row and column of a matrix with ``factored_v_2d``. Blocks lie within rows; their lengths
+    and the codebook are learned from the first gradients that are not all zero. Arithmetic is
+    float32, for float64 parameters float64; the state's dtypes are the same for all.
+
+    An element whose gradient has always been 0 does not move but for weight decay, and none moves
+    by more than 10 learning rates a step. DTensors are stepped with the numbers of one process
+    that has whole parameters, once all ranks agree to step.
 
     Settings of a group:
 
@@ -87,6 +107,8 @@ class Gefen(Options, QuantisedOptimizer):
         **QuantisedOptimizer.option_checks,
         "codebook_refresh_every": check.whole,
     }
+
+    place = 1
 
     def __init__(
         self,
@@ -148,7 +170,7 @@ class Gefen(Options, QuantisedOptimizer):
                 "parameters have no names; pass model.named_parameters()"
             )
 
-    def _period(self, work: Work) -> int:
+    def _forced(self, work: Work) -> int | None:
         settings, dimensions = work.settings, work.param.dim()
         forced = (
             (dimensions == 1 and settings["force_1d_period_one"])
@@ -158,30 +180,71 @@ class Gefen(Options, QuantisedOptimizer):
                 for part in settings["period_one_substrings"]
             )
         )
-        return 1 if forced else find_period(work.grad, self.options["deterministic"])
+        return 1 if forced else None
 
     def _moments(self, work: Work, entry: Entry) -> Entry:
         if V in entry or V_ROW in entry:
             return {}
-        param = work.param
-        if work.settings["factored_v_2d"] and param.dim() == 2 and not is_dtensor(work.key):
-            rows, columns = param.shape
+        shape = work.layout.shape
+        if work.settings["factored_v_2d"] and len(shape) == 2:
+            rows, columns = shape
             return {
-                V_ROW: torch.zeros(rows, dtype=torch.float32, device=param.device),
-                V_COL: torch.zeros(columns, dtype=torch.float32, device=param.device),
+                V_ROW: self._zeros(work, V_ROW, (rows,)),
+                V_COL: self._zeros(work, V_COL, (columns,)),
             }
-        return {V: torch.zeros_like(entry[MAGNITUDE])}
+        return {V: self._zeros(work, V, block_shape(shape, entry[PERIOD]))}
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        spec = momentum_spec(param, entry)
-        if param.dim() == 2 and V not in entry:
-            spec.tensors[V_ROW] = (torch.float32, (param.shape[0],))
-            spec.tensors[V_COL] = (torch.float32, (param.shape[1],))
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        spec = momentum_spec(self._layout(slot), entry)
+        shape = spec.layout.shape
+        if len(shape) == 2 and V not in entry:
+            spec.tensors[V_ROW] = (torch.float32, (shape[0],))
+            spec.tensors[V_COL] = (torch.float32, (shape[1],))
         else:
             spec.tensors[V] = spec.tensors[MAGNITUDE]
         return spec
 
     def _update(self, works: list[Work]) -> None:
+        if not any(work.shared for work in works):
+            self._run([work for work in works if work.param.numel()], {})
+            return
+        from gefen.distributed.stepping import StepFailure
+
+        failure = StepFailure()
+        means, wholes = self._exchanged(works, failure)
+        # A rank without rows keeps the columns' means even so.
+        alone = [w for w in works if w.param.numel() or V_COL in w.entry]
+        alone = [work for work in alone if not work.shared or work.layout.in_rows]
+        failure.keep(lambda: self._run([*alone, *(whole for _, whole in wholes)], means), None)
+        for work, whole in wholes:
+            failure.keep(partial(self._sharing().keep_part, work, whole.param), None)
+        if failure.error is not None:
+            raise failure.error
+
+    def _exchanged(
+        self, works: list[Work], failure: StepFailure
+    ) -> tuple[dict[Tensor, Tensor], list[tuple[Work, Work]]]:
+        """Means of g² in all columns; works that are cut within rows, and the whole of each."""
+
+        def mean(work: Work) -> Tensor:
+            rows = work.layout.shape[0]
+            return kernels.column_means([work.grad], [rows], self.options["fused"])[0]
+
+        def columns(work: Work) -> int:
+            return work.layout.shape[1]
+
+        sharing = self._sharing()
+        rows = [w for w in works if w.shared and w.layout.in_rows and V_COL in w.entry]
+        means = sharing.total(rows, columns, mean, failure, torch.float32)
+        cut = [work for work in works if work.shared and not work.layout.in_rows]
+        wholes = sharing.gathered(cut, failure)
+        return means, [
+            (work, replace(whole, param=sharing.whole_target(work)))
+            for work, whole in zip(cut, wholes, strict=True)
+        ]
+
+    def _run(self, works: list[Work], means: Mapping[Tensor, Tensor]) -> None:
+        """means: of g² in each column over all rows, for parameters whose rows are cut."""
         blocks, factored = [], []
         adam, settings = None, None
         for work in works:
@@ -193,10 +256,11 @@ class Gefen(Options, QuantisedOptimizer):
             momentum = self._momentum(work, adam.beta1)
             task: BlockStep | FactoredStep
             if V in entry:
-                blocks.append(task := BlockStep(work.param, momentum, entry[V], adam))
+                blocks.append(task := BlockStep(work.param, momentum, held(entry[V]), adam))
             else:
-                rows, columns = entry[V_ROW], entry[V_COL]
+                rows, columns = held(entry[V_ROW]), held(entry[V_COL])
                 task = FactoredStep(work.param, momentum, rows, columns, adam)
+                task.column_mean = means.get(work.key)
                 factored.append(task)
             task.rounding = self._rounding(work)
         kernels.block_step(blocks, self.options["fused"])

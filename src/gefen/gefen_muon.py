@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from gefen import hyperparameters as check
 from gefen import kernels
-from gefen.base import Plan, QuantisedOptimizer, Work
-from gefen.blocks import find_period
+from gefen.base import QuantisedOptimizer
 from gefen.errors import UnsupportedFeatureError, UnsupportedParameterError
 from gefen.group_keys import Options
 from gefen.kernels.reference import matrix_step
 from gefen.kernels.tasks import DenseMomentum, wide
-from gefen.momentum import learn_from
 from gefen.newton_schulz import (
     STANDARD,
     Schedule,
@@ -27,10 +24,8 @@ from gefen.newton_schulz import (
     orthogonalise,
     resolve_schedule,
 )
-from gefen.parameters import Slot, is_dtensor, is_shared, slots
+from gefen.parameters import Slot, held, is_shared
 from gefen.state import (
-    CODEBOOK,
-    GLOBAL_STEP,
     NORMUON_STEP,
     NORMUON_V,
     Entry,
@@ -38,11 +33,7 @@ from gefen.state import (
     advance,
     momentum_spec,
 )
-
-if TYPE_CHECKING:
-    from gefen.distributed.sharding import Agreement
-    from gefen.distributed.stepping import StepFailure
-    from gefen.distributed.wholes import WholeMatrices
+from gefen.work import Work
 
 
 def _coefficients(name: str, value: Any) -> tuple[float, float, float]:
@@ -149,165 +140,88 @@ class GefenMuon(Options, QuantisedOptimizer):
         maximize: bool = False,
         bf16_stochastic_round: bool = False,
     ) -> None:
-        self._wholes: WholeMatrices | None = None
-        self._owners: dict[Tensor, int] = {}
+        self._warned: set[Tensor] = set()
         super().__init__(params, locals())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_owners": self._owners}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._wholes = None
+        self._warned = set()
         super().__setstate__(state)
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
-        if self.capturable and self._is_whole(slot):
+        shape, shared = tuple(slot.param.shape), self._is_shared(slot.group, slot.param)
+        if self.capturable and shared:
             raise UnsupportedFeatureError(
                 f"Parameter {slot.name!r} is stepped by several ranks together, which "
                 "capturable=True cannot: pass sharded_mode='approx' or capturable=False"
             )
-        if slot.param.dim() != 2:
+        if len(shape) not in (2, 3):
             raise UnsupportedParameterError(
-                f"Parameter {slot.name!r} has shape {tuple(slot.param.shape)}: GefenMuon takes "
-                "matrices only; use GefenMuonHybrid, or give the others to Gefen"
+                f"Parameter {slot.name!r} has shape {shape}: GefenMuon takes matrices, or stacks "
+                "of them, only; use GefenMuonHybrid, or give the others to Gefen"
             )
-
-    def _period(self, work: Work) -> int:
-        return find_period(work.grad, self.options["deterministic"])
+        # How others lie is looked at in a step, of which all ranks hear.
+        alone = is_shared(slot.param) and not shared
+        if alone and self._layout(slot).gathered:
+            raise UnsupportedParameterError(
+                f"Parameter {slot.name!r} has placements {slot.param.placements}: "  # type: ignore[attr-defined]
+                "sharded_mode='approx' steps rows, and these are cut; pass 'exact'"
+            )
 
     def _moments(self, work: Work, entry: Entry) -> Entry:
         if not work.settings["normuon"] or NORMUON_V in entry:
             return {}
-        rows, device = work.param.shape[0], work.param.device
         return {
-            NORMUON_V: torch.zeros(rows, dtype=torch.float32, device=device),
+            NORMUON_V: self._zeros(work, NORMUON_V, work.layout.shape[:-1]),
             NORMUON_STEP: self._zero(work.param),
         }
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        spec = momentum_spec(param, entry)
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        spec = momentum_spec(self._layout(slot), entry)
         if NORMUON_V in entry:
-            spec.tensors[NORMUON_V] = (torch.float32, (param.shape[0],))
+            spec.tensors[NORMUON_V] = (torch.float32, tuple(slot.param.shape[:-1]))
             spec.counts[NORMUON_STEP] = 0
         return spec
 
     def _count(self, works: list[Work]) -> None:
         super()._count(works)
-        counted = [w for w in works if w.settings["normuon"] and not self._is_whole(w.slot)]
-        advance([work.entry for work in counted], NORMUON_STEP)
+        advance([work.entry for work in works if work.settings["normuon"]], NORMUON_STEP)
 
-    def _is_whole(self, slot: Slot) -> bool:
-        """Whether ranks that share the matrix step it as a whole, rather than their shards."""
-        shared = slot.group["sharded_mode"] != "approx" and is_shared(slot.param)
-        return shared and slot.param.numel() > 0
-
-    def _whole_matrices(self) -> WholeMatrices:
-        if self._wholes is None:
-            from gefen.distributed.wholes import WholeMatrices
-
-            self._wholes = WholeMatrices(self)
-        return self._wholes
-
-    def _has_wholes(self) -> bool:
-        return any(self._is_whole(slot) for slot in slots(self.param_groups))
-
-    def _agreement(self) -> Agreement | None:
-        return self._joint_agreement() if self._has_wholes() else None
+    def _is_shared(self, group: Mapping[str, Any], param: Tensor) -> bool:
+        return group["sharded_mode"] != "approx" and is_shared(param)
 
     def _sharded_mode(self, slot: Slot) -> str:
         mode: str = slot.group["sharded_mode"]
         return mode
 
-    def _view(self, slot: Slot) -> Tensor:
-        return slot.param if self._is_whole(slot) else super()._view(slot)
-
-    def _facts(self) -> dict[str, Any]:
-        facts = super()._facts()
-        # Ranks that each step their own have codebooks of their own.
-        if self._has_wholes():
-            shared = self._shared(CODEBOOK), self._shared(GLOBAL_STEP)
-            facts |= self._whole_matrices().facts(*shared)
-        return facts
-
-    def _wants_survey(self) -> bool:
-        return self._has_wholes() and self._wants_codebook()
-
-    def _prepare(self, works: list[Work]) -> Plan:
-        if not self._has_wholes():
-            return super()._prepare(works)
-        wholes = self._whole_matrices()
-        wholes.refresh()
-        return Plan(
-            works,
-            {
-                work.key: wholes.missing(work)
-                if self._is_whole(work.slot)
-                else self._missing(work)
-                for work in works
-            },
-        )
-
-    def _survey(self, plan: Plan, failure: StepFailure, first: bool) -> Tensor | None:
-        if not self._has_wholes():
-            return None
-        whole, rest = self._divided(plan.works)
-        counted = [work for work in rest if first or is_dtensor(work.key)]
-        own = failure.keep(lambda: self._histogram(counted, plan.missing), None)
-        return self._whole_matrices().survey(whole, plan.missing, own, failure)
-
-    def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
-        return replace(plan, codebook=learn_from(counts)) if self._wants_survey() else plan
-
-    def _divided(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
-        """Works that ranks do together, and this rank's own."""
-        whole = [work for work in works if self._is_whole(work.slot)]
-        return whole, [work for work in works if not self._is_whole(work.slot)]
-
-    def _gathered(self) -> dict[Tensor, Entry]:
-        return self._whole_matrices().gathered() if self._has_wholes() else {}
-
-    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-        return self._whole_matrices().kept(entries) if self._has_wholes() else entries
-
-    def _loaded(self) -> None:
-        super()._loaded()
-        if self._has_wholes():
-            self._whole_matrices().refresh(anew=True)
-
     def _update(self, works: list[Work]) -> None:
-        whole, rest = self._divided(works)
-        for work, update in self._updates(rest):
-            self._apply(work, update, work.param.shape)
-        if whole:
-            self._whole_matrices().step(whole)
+        if any(work.shared for work in works):
+            from gefen.distributed.matrices import step
+
+            step(self, works)
+        else:
+            self._step_own(works)
+
+    def _step_own(self, works: list[Work]) -> None:
+        """Step matrices of which this rank has all, or its own part alone."""
+        for work, update in self._updates([work for work in works if work.param.numel()]):
+            self._apply(work, update, self._shape(work))
+
+    def _shape(self, work: Work) -> tuple[int, ...]:
+        """Of the matrix that is orthogonalised, or of those of a stack."""
+        shape = work.layout.shape if work.shared else work.param.shape
+        return tuple(shape[-2:])
 
     def _updates(self, works: list[Work]) -> Iterator[tuple[Work, Tensor]]:
-        """Advance the momenta; yield each work with its update, bfloat16 [rows, columns]."""
+        """Advance the momenta; yield each work with its update, bfloat16, of its own shape."""
         for bucket in _buckets(works):
             dense = self._directions(bucket)
-            settings = bucket[0].settings
-            schedule, eps = _resolved(settings), settings["eps"]
-            updates = orthogonalise(dense, schedule, eps, settings["fp8_ns"])
-            for work, update in zip(bucket, updates.view_as(dense), strict=True):
-                yield work, self._evened(work, update)
-
-    def _evened(self, work: Work, update: Tensor) -> Tensor:
-        settings, entry = work.settings, work.entry
-        if not settings["normuon"]:
-            return update
-        even = normalise_rows(
-            update,
-            entry[NORMUON_V],
-            settings["normuon_beta2"],
-            entry[NORMUON_STEP],
-            settings["normuon_eps"],
-        )
-        # Sharded updates travel in bfloat16, so every update has that precision.
-        return even.bfloat16()
+            for work, update in zip(bucket, self._orthogonal(bucket, dense), strict=True):
+                rows = held(work.entry[NORMUON_V]) if work.settings["normuon"] else None
+                yield work, self._evened(work, update, rows)
 
     def _directions(self, bucket: list[Work]) -> Tensor:
-        """Advance the momenta; their directions, bfloat16 [matrices, rows, columns]."""
+        """Advance the momenta; their directions, bfloat16 [parameters, *shape]."""
         param = bucket[0].param
         shape = (len(bucket), *param.shape)
         dense = torch.empty(shape, dtype=torch.bfloat16, device=param.device)
@@ -320,21 +234,57 @@ class GefenMuon(Options, QuantisedOptimizer):
         kernels.momentum_update(tasks, self.options["fused"])
         return dense
 
+    def _orthogonal(self, bucket: list[Work], dense: Tensor) -> Tensor:
+        """Directions, [parameters, *shape], of whole matrices with singular values near 1."""
+        settings, stack = bucket[0].settings, dense.flatten(0, -3)
+        size = max(settings["batched_ns_workspace_bytes"] // _workspace(stack[0]), 1)
+        schedule, eps, fp8 = _resolved(settings), settings["eps"], settings["fp8_ns"]
+        parts = [orthogonalise(part, schedule, eps, fp8) for part in torch.split(stack, size)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(dense)
+
+    def _evened(self, work: Work, update: Tensor, averages: Tensor | None) -> Tensor:
+        """averages: of the rows' mean squares, changed in place; None leaves rows as they are."""
+        if averages is None:
+            return update
+        settings, entry = work.settings, work.entry
+        even = normalise_rows(
+            update,
+            averages,
+            settings["normuon_beta2"],
+            entry[NORMUON_STEP],
+            settings["normuon_eps"],
+        )
+        # Sharded updates travel in bfloat16, so every update has that precision.
+        return even.bfloat16()
+
     def _apply(
-        self, work: Work, update: Tensor, shape: tuple[int, ...], masked: bool = False
+        self, work: Work, update: Tensor, shape: tuple[int, ...], share: Tensor | None = None
     ) -> None:
-        """Step ``work.param``, a matrix of ``shape`` or a shard of one."""
+        """Step ``work.param``, matrices of ``shape`` or rows of one.
+
+        share: of the elements of all rows that agree with the gradient, for a cautious update.
+        """
         settings = work.settings
         lr = wide(settings["lr"])
-        ratio = lr_ratio(shape, settings["adjust_lr_fn"])
-        matrix_step(
-            work.param.detach(),
-            update,
-            lr=lr * (-ratio if settings["maximize"] else ratio),
-            weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
-            cautious=work.grad if settings["cautious"] and not masked else None,
-            rounding=self._rounding(work),
-        )
+        ratio, offset = lr_ratio(shape, settings["adjust_lr_fn"]), self._offset(work)
+        parts = zip(*(matrices_of(t) for t in (work.param, update, work.grad)), strict=True)
+        for param, own, grad in parts:
+            matrix_step(
+                param,
+                own,
+                lr=lr * (-ratio if settings["maximize"] else ratio),
+                weight_decay=lr * settings["weight_decay"] if settings["weight_decay"] else 0.0,
+                cautious=grad if settings["cautious"] else None,
+                rounding=self._rounding(work),
+                offset=offset,
+                share=share,
+            )
+            offset += param.numel()
+
+
+def matrices_of(tensor: Tensor) -> list[Tensor]:
+    """The matrices of a stack; cautious updates take a share of each."""
+    return list(tensor) if tensor.dim() == 3 else [tensor]
 
 
 def _resolved(settings: dict[str, Any]) -> Schedule:
@@ -365,5 +315,8 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
 
 
 def _workspace(param: Tensor) -> int:
-    """Bytes of one matrix's iteration: two bfloat16 copies of it and two of its Gram matrix."""
-    return 4 * (param.numel() + min(param.shape) ** 2)
+    """Bytes of an iteration: for each matrix, two bfloat16 copies of it and of its Gram matrix."""
+    rows, columns = param.shape[-2:]
+    return (
+        4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
+    )

@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check
-from gefen.kernels.tasks import Seed
 from gefen.scaling import has_float16, unscaled
-from gefen.state import GLOBAL_STEP
 
 if TYPE_CHECKING:
-    from gefen.base import Work
+    from gefen.work import Work
 
 _ADAMW = "pass a group that needs it to torch.optim.AdamW instead"
 
@@ -183,10 +179,3 @@ class Options(KnownKeys):
         if works and not found:
             self._ended()
         return found
-
-    def _rounding(self, work: Work) -> Seed | None:
-        """What the values of a bfloat16 parameter are rounded by, if not to the nearest."""
-        if not work.settings["bf16_stochastic_round"] or work.param.dtype != torch.bfloat16:
-            return None
-        count = work.entry[GLOBAL_STEP]
-        return count if self.capturable else int(count), work.slot.number

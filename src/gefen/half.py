@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gefen.parameters import Slot, check_parameter, local
+from gefen.parameters import Slot, check_parameter
 from gefen.state import Entry, Spec
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class Half:
 
     param_groups: list[dict[str, Any]]
 
-    _owners: Mapping[Tensor, int] = {}
-    """Places in their groups of the ranks that alone hold a parameter's momentum."""
+    place: int = 0
+    """Among the halves of a hybrid: 0 or 1."""
 
     @property
     def capturable(self) -> bool:
@@ -39,21 +39,13 @@ class Half:
         """A group's settings in canonical form; :class:`InvalidArgumentError` if bad."""
         raise NotImplementedError
 
-    def _spec(self, param: Tensor, entry: Entry) -> Spec:
-        """What ``entry``, the state of ``param``, must hold, complete."""
+    def _spec(self, slot: Slot, entry: Entry) -> Spec:
+        """What ``entry``, the state of a parameter, must hold, complete."""
         raise NotImplementedError
 
-    def _view(self, slot: Slot) -> Tensor:
-        """What it sees of a parameter: all of it, or this rank's shard."""
-        return local(slot.param)
-
-    def _gathered(self) -> dict[Tensor, Entry]:
-        """Complete entries of the parameters whose state other ranks hold. Collective."""
-        return {}
-
-    def _kept(self, entries: dict[Tensor, Entry]) -> dict[Tensor, Entry]:
-        """What this rank holds of complete entries that are loaded."""
-        return entries
+    def _shares(self) -> bool:
+        """Whether ranks step some of the parameters together."""
+        return False
 
     def _loaded(self) -> None:
         """Forget what belonged to the state before a load."""
@@ -74,9 +66,10 @@ class Half:
         return False
 
     def _survey(self, plan: Any, failure: StepFailure, first: bool) -> Tensor | None:
-        """This rank's histogram. Collective; errors go to ``failure``, so that it goes on.
+        """Decide together what needs all ranks; this rank's histogram. Collective.
 
-        first: whether this rank counts what all ranks have.
+        Errors go to ``failure``, so that it goes on. first: whether this rank counts what all
+        ranks have.
         """
         return None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +13,21 @@ from torch import Tensor, nn
 
 from gefen import hyperparameters as check
 from gefen.backup import BackupAdamW
-from gefen.base import stepped
 from gefen.checkpoint import CheckpointedOptimizer
 from gefen.errors import InvalidArgumentError, UnsupportedFeatureError
 from gefen.gefen import Gefen
 from gefen.gefen_muon import GefenMuon
+from gefen.groups import RATES, Halves, Router
 from gefen.parameters import is_shared, slots
-from gefen.routing import (
-    BACKUP_SUBSTRINGS,
-    NamedParams,
-    split_named,
-    split_params_for_muon,
-    validate_split,
-)
+from gefen.routing import BACKUP_SUBSTRINGS, NamedParams, tabulated, validate_split
 from gefen.scaling import has_float16
+from gefen.sides import BACKUP, MUON, Sides, check_sides
+from gefen.step import stepped
 
 if TYPE_CHECKING:
     from gefen.distributed.sharding import Agreement
+
+logger = logging.getLogger("gefen")
 
 
 class GefenMuonHybrid(CheckpointedOptimizer):
@@ -37,7 +36,13 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     ``GefenMuonHybrid(model, lr=…)`` routes by :func:`~gefen.split_params_for_muon`;
     ``GefenMuonHybrid(model.named_parameters(), lr=…)`` does so by names and shapes alone, as
     pairs say nothing of modules; two lists of pairs are taken as they are. A parameter in both
-    is an error.
+    is an error. Frozen parameters are taken in, and stepped once they have gradients.
+    ``backup_substrings`` and ``sides`` change what goes where, as in
+    :func:`~gefen.split_params_for_muon`; :func:`~gefen.routing_table` shows it, and so does
+    ``verbose``, in the log.
+
+    Instead of pairs there may be groups of them, such as ``[{"params": pairs, "lr": 0.1}, …]``:
+    each is routed, and its other keys are settings of both halves, or of the one that has them.
 
     ``lr`` and ``weight_decay`` hold for both halves, unless ``muon_lr``, ``backup_lr``,
     ``muon_weight_decay`` or ``backup_weight_decay`` are given. ``betas``, ``eps``,
@@ -46,9 +51,10 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
     "adamw" (torch's, whose state has the parameters' dtypes).
 
-    ``param_groups`` and ``state`` are those of both halves: schedulers, GradScaler and hooks
-    treat this as one optimizer. With ``capturable`` and "adamw", the backup's parameters must be
-    on an accelerator, as torch demands. A scheduler that cycles momentum moves Muon's alone.
+    ``param_groups`` are Muon's, in the order given, then the backup's; they and ``state`` are
+    those of both halves: schedulers, GradScaler and hooks treat this as one optimizer. With
+    ``capturable`` and "adamw", the backup's parameters must be on an accelerator, as torch
+    demands. A scheduler that cycles momentum moves Muon's alone.
     """
 
     muon: GefenMuon | None
@@ -56,7 +62,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     def __init__(
         self,
-        muon_named_params: nn.Module | Iterable[tuple[str, Tensor]],
+        muon_named_params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
         backup_named_params: Iterable[tuple[str, Tensor]] | None = None,
         *,
         lr: float | Tensor,
@@ -93,16 +99,22 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         verbose: bool = False,
         maximize: bool = False,
         bf16_stochastic_round: bool = False,
+        sides: Sides | None = None,
     ) -> None:
         given = locals()
-        self._backup_substrings = _substrings(backup_substrings, backup_named_params)
-        no_decay = check.strings("no_decay_substrings", no_decay_substrings)
-        muon, backup = _routed(muon_named_params, backup_named_params, self._backup_substrings)
         self._make_muon, self._make_backup = _muon_maker(given), _backup_maker(given)
+        self._router = _router(given, self._make_backup.func)
+        if backup_named_params is None:
+            halves = self._router.routed(muon_named_params)
+        else:
+            halves = self._router.given(muon_named_params, backup_named_params)
+        if not halves.muon and not halves.backup:
+            raise InvalidArgumentError("there is no parameter to optimize")
+        self._verbose = verbose
         self._begin({key: given[key] for key in ("lr", "weight_decay", "momentum")})
-        self.muon = self._make_muon(muon) if muon else None
-        self.backup = self._make_backup(_by_decay(backup, no_decay)) if backup else None
-        self._adopt()
+        self.muon = self._make_muon(halves.muon) if halves.muon else None
+        self.backup = self._make_backup(halves.backup) if halves.backup else None
+        self._adopt(halves)
 
     def _begin(self, defaults: dict[str, Any]) -> None:
         """Do what Optimizer.__init__ does, without insisting on groups of its own."""
@@ -111,7 +123,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("muon", "backup", "_backup_substrings", "_make_muon", "_make_backup")
+        own = ("muon", "backup", "_router", "_make_muon", "_make_backup", "_verbose")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     @property
@@ -133,33 +145,47 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         """Whether kernels were asked for."""
         return bool(self._make_muon.keywords["fused"])
 
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for label, half in (("Muon", self.muon), (f"Backup, {self._kind}", self.backup)):
+            params = [param for _, param in _pairs(half)]
+            elements = sum(param.numel() for param in params)
+            lines.append(f"{label}: {len(params)} parameters, {elements} elements")
+        own = [] if self.muon is None else self.muon.param_groups
+        for number, group in enumerate(self.param_groups):
+            side = "Muon" if any(group is known for known in own) else "Backup"
+            lines.append(f"Parameter Group {number} ({side})")
+            shown = sorted(group.keys() - {"params", "param_names"})
+            lines += [f"    {key}: {group[key]}" for key in shown]
+        return "\n".join([*lines, ")"])
+
+    @property
+    def _kind(self) -> str:
+        return "AdamW" if self._make_backup.func is BackupAdamW else "Gefen"
+
     @classmethod
     def from_model(
         cls, model: nn.Module, *, backup_substrings: Iterable[str] | None = None, **kwargs: Any
     ) -> GefenMuonHybrid:
-        """A hybrid for all trainable parameters of ``model``; ``lr`` is required."""
+        """A hybrid for all parameters of ``model``, frozen ones too; ``lr`` is required."""
         return cls(model, backup_substrings=backup_substrings, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add (name, parameter) pairs, routed by name and shape, to the half they belong to.
+        """Add (name, parameter) pairs, routed by name and shape, each to its half.
 
-        All pairs of one call must go to the same half; the other keys are settings of that half.
+        The other keys are settings, as in the groups that the constructor takes.
         """
-        if not isinstance(param_group, dict) or "params" not in param_group:
-            check.refuse("param_group", param_group, "a dict that holds pairs as 'params'")
-        muon, backup = split_named(param_group["params"], self._backup_substrings)
-        if bool(muon) == bool(backup):
-            raise InvalidArgumentError(
-                f"Invalid params: {len(muon)} parameters go to Muon and {len(backup)} to the "
-                "backup; add those of one half at a time"
-            )
+        halves = self._router.added(param_group)
+        muon, backup = _named(halves.muon), _named(halves.backup)
+        if not muon and not backup:
+            raise InvalidArgumentError("Invalid params of a group: there is no parameter in it")
         validate_split(_pairs(self.muon) + muon, _pairs(self.backup) + backup)
-        group = {**param_group, "params": muon or backup}
-        if muon:
-            self.muon = _extended(self.muon, self._make_muon, group)
-        else:
-            self.backup = _extended(self.backup, self._make_backup, group)
-        self._adopt()
+        # Made on their own first: neither half refuses its groups once the other has some.
+        new_muon = self._make_muon(halves.muon) if muon else None
+        new_backup = self._make_backup(halves.backup) if backup else None
+        self.muon = _extended(self.muon, new_muon, halves.muon)
+        self.backup = _extended(self.backup, new_backup, halves.backup)
+        self._adopt(halves)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -171,13 +197,14 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     def _agreement(self) -> Agreement | None:
         """One for the parameters of both halves; none where their ranks step on their own."""
-        # Where this rank has no matrix others may have some, of the mode that new ones get.
-        groups = [self._make_muon.keywords] if self.muon is None else self.muon.param_groups
-        approximate = all(group["sharded_mode"] == "approx" for group in groups)
-        held = (slot.param for half in self._halves() for slot in slots(half.param_groups))
-        if approximate or not any(map(is_shared, held)):
-            return None
-        return self._joint_agreement()
+        together = any(half._shares() for half in self._halves())
+        if self.muon is None and self._make_muon.keywords["sharded_mode"] != "approx":
+            # Others may have matrices, in the mode that new ones get.
+            together |= any(map(is_shared, self._params()))
+        return self._joint_agreement() if together else None
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for half in self._made() for g in half.param_groups for param in g["params"])
 
     def _halves(self) -> list[Any]:
         """Both halves, with this optimizer's state and groups, also where code has put others."""
@@ -195,40 +222,36 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     def _made(self) -> list[Any]:
         return [half for half in (self.muon, self.backup) if half is not None]
 
-    def _adopt(self) -> None:
+    def _adopt(self, halves: Halves) -> None:
         """Make groups and state of both halves this optimizer's, as the very same objects."""
         for half in self._made():
             half.state = self.state
             for group in half.param_groups:
                 if not any(group is known for known in self.param_groups):
                     self.param_groups.append(group)
+        if self._verbose:
+            logger.info("parameters go to these halves:\n%s", tabulated(halves.routes))
 
 
-def _substrings(chosen: Iterable[str] | None, second: object) -> tuple[str, ...]:
-    if chosen is None:
-        return BACKUP_SUBSTRINGS
-    if second is not None:
+def _router(given: dict[str, Any], backup: Any) -> Router:
+    """How parameters are shared out, from the hybrid's arguments."""
+    chosen, sides = given["backup_substrings"], check_sides(given["sides"])
+    if given["backup_named_params"] is not None and (chosen is not None or sides is not None):
         raise InvalidArgumentError(
-            "backup_substrings decides how one model or list is routed, but two lists that are "
-            "already routed are given: leave it out"
+            f"{'sides' if chosen is None else 'backup_substrings'} decides how one model or list "
+            "is routed, but two lists that are already routed are given: leave it out"
         )
-    return check.strings("backup_substrings", chosen)
-
-
-def _routed(
-    first: Any, second: Any, backup_substrings: tuple[str, ...]
-) -> tuple[NamedParams, NamedParams]:
-    """Both halves' pairs, from one model, one list of pairs, or two lists."""
-    if second is not None:
-        halves = first, second
-    elif isinstance(first, nn.Module):
-        halves = split_params_for_muon(first, backup_substrings)
-    else:
-        halves = split_named(first, backup_substrings)
-    muon, backup = validate_split(*halves)
-    if not muon and not backup:
-        raise InvalidArgumentError("there is no trainable parameter to optimize")
-    return muon, backup
+    if chosen is None:
+        chosen = BACKUP_SUBSTRINGS
+    no_decay = check.strings("no_decay_substrings", given["no_decay_substrings"])
+    checks = {MUON: {**GefenMuon.checks}, BACKUP: backup.checks}
+    del checks[MUON]["eps"]  # a hybrid's is the backup's
+    return Router(
+        check.strings("backup_substrings", chosen),
+        sides,
+        tuple(part.lower() for part in no_decay),
+        checks,
+    )
 
 
 def _muon_maker(given: dict[str, Any]) -> partial[GefenMuon]:
@@ -257,7 +280,7 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
 def _rates(given: dict[str, Any], half: str) -> dict[str, Any]:
     """A half's learning rate and weight decay."""
     rates = {}
-    for name in ("lr", "weight_decay"):
+    for name in RATES:
         own = f"{half}_{name}"
         chosen = name if given[own] is None else own
         rates[name] = GefenMuon.checks[name](chosen, given[chosen])
@@ -268,24 +291,16 @@ def _maker(kind: Any, checks: dict[str, check.Check], given: dict[str, Any]) -> 
     return partial(kind, **check.checked(given, {k: c for k, c in checks.items() if k in given}))
 
 
-def _by_decay(params: NamedParams, no_decay: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One group of parameters with the default weight decay, one without any."""
-    rest: NamedParams = []
-    exempt: NamedParams = []
-    parts = [part.lower() for part in no_decay]
-    for name, param in params:
-        (exempt if any(part in name.lower() for part in parts) else rest).append((name, param))
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": exempt, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _extended(
-    half: Any, make: Callable[[list[dict[str, Any]]], Any], group: dict[str, Any]
-) -> Any:
+def _extended(half: Any, new: Any, groups: list[dict[str, Any]]) -> Any:
     if half is None:
-        return make([group])
-    half.add_param_group(group)
+        return new
+    for group in groups:
+        half.add_param_group(group)
     return half
+
+
+def _named(groups: list[dict[str, Any]]) -> NamedParams:
+    return [pair for group in groups for pair in group["params"]]
 
 
 def _pairs(half: Any) -> NamedParams:

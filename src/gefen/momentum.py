@@ -9,6 +9,8 @@ from torch import Tensor
 
 from gefen import kernels
 from gefen.codebook import BINS, Quantizer, solve
+from gefen.parameters import held
+from gefen.state import CODEBOOK, INDEX, Entry
 
 CHUNK = 1 << 20
 
@@ -45,7 +47,21 @@ def reencode(index: Tensor, old: Tensor, new: Tensor) -> None:
 
     Magnitudes stay: every codebook ends in −1 and 1, so a block's largest entry keeps its value.
     """
-    table = Quantizer(new).encode(old)
+    table, index = Quantizer(new).encode(old), index.view(-1)
     for start in range(0, index.numel(), CHUNK):
         part = index[start : start + CHUNK]
         part.copy_(table[part.int()])
+
+
+def adapt(entry: Entry, codebook: Tensor) -> None:
+    """Re-encode momentum of another codebook than ``codebook``.
+
+    A wrapper may put together entries of several optimizers, each of which learned its own.
+    """
+    known = entry.get(CODEBOOK)
+    if INDEX not in entry or known is None or known is codebook:
+        return
+    index = held(entry[INDEX])
+    old, new = known.to(index.device), codebook.to(index.device)
+    if not torch.equal(old, new):
+        reencode(index, old, new)

@@ -125,9 +125,13 @@ def orthogonalise(u: Tensor, schedule: Schedule, eps: float, eight_bit: bool = F
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
-    """``x`` (bfloat16) over its Frobenius norm, itself rounded to bfloat16."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    return x / norm.bfloat16().clamp_(min=eps)
+    """``x`` (bfloat16) over its Frobenius norm.
+
+    The norm is not rounded: schedules such as tuned3 blow up singular values above 1. Its squares
+    would overflow float32 where gradients are about 1e18.
+    """
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    return (x.float() / norm.float().clamp_(min=eps)).bfloat16()
 
 
 def _iterate_bfloat16(x: Tensor, schedule: Schedule) -> Tensor:
@@ -165,19 +169,19 @@ def _rounded(x: Tensor) -> Tensor:
 def normalise_rows(x: Tensor, ema: Tensor, beta2: float, step: Count, eps: float) -> Tensor:
     """NorMuon (arXiv 2510.05491): even out the rows of an orthogonalised matrix.
 
-    ``x`` is [rows, columns] of any floating dtype; ``ema`` is float32 [rows], the running mean
+    ``x`` is [..., rows, columns] of any floating dtype; ``ema`` is float32 [..., rows], the mean
     of each row's mean square, updated in place; ``step`` is the age of ``ema`` with this update
-    counted (1 at the first), a number or a tensor on the device. Returns float32
-    [rows, columns] with the Frobenius norm of ``x``.
+    counted (1 at the first), a number or a tensor on the device. Returns float32 of the shape of
+    ``x``, each matrix with the Frobenius norm that it had. Rows of zeros stay zero.
     """
     if x.numel() == 0:
         return x.float()
     values = x.float()
-    norm = torch.linalg.vector_norm(values)
-    ema.lerp_(values.square().mean(dim=1), 1 - beta2)
+    norm = torch.linalg.vector_norm(values, dim=(-2, -1), keepdim=True)
+    ema.lerp_(values.square().mean(dim=-1), 1 - beta2)
     scale = (ema / (1 - beta2 ** wide(step))).sqrt_().add_(eps)
-    out = values / scale.unsqueeze(1)
-    changed = torch.linalg.vector_norm(out)
+    out = values / scale.unsqueeze(-1)
+    changed = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True)
     return out.mul_(torch.where(changed > 0, norm / changed, 0.0))
 
 

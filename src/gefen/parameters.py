@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,11 @@ from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Modules that torch.compile, FSDP1 and activation checkpointing put between others."""
+
+_FRONT = "module."
+
 
 class Slot(NamedTuple):
     """One parameter's place in an optimizer."""
@@ -21,22 +29,95 @@ class Slot(NamedTuple):
     param: Tensor
     name: str
     number: int
-    """Position over all groups; keys the random numbers of stochastic rounding."""
+    """Position over all groups."""
+
+    @property
+    def stream(self) -> int:
+        """What keys the random numbers of stochastic rounding, below 2^56: the name, if any.
+
+        Ranks that hold other parameters before it, or none, still draw alike, as do runs that
+        wrap their model in another way. Two that share a name by that share their numbers only.
+        """
+        if not self.group.get("param_names"):
+            return self.number
+        name = plain(self.name).encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
 
 
 def slots(groups: Iterable[dict[str, Any]]) -> Iterator[Slot]:
-    """Every parameter in registration order; bare ones are called ``param_<number>``."""
+    """Every parameter in registration order.
+
+    Named as given but for what wrappers put between; ``param_<number>`` where it was given bare,
+    ``partition_<number>`` where another number of tensors has taken the place of those given.
+    """
+    groups = list(groups)
     number = 0
-    for group in groups:
-        names = group.get("param_names")
-        if names and len(names) != len(group["params"]):
-            raise InvalidArgumentError(
-                f"Invalid param_names of a group: {len(names)} names for {len(group['params'])} "
-                "parameters"
-            )
+    for group, names in zip(groups, _names(groups), strict=True):
+        instead = "param" if names is None else "partition"
+        fitting = names if names and len(names) == len(group["params"]) else None
         for i, param in enumerate(group["params"]):
-            yield Slot(group, param, names[i] if names else f"param_{number}", number)
+            yield Slot(group, param, fitting[i] if fitting else f"{instead}_{number}", number)
             number += 1
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[str] | None]:
+    """Each group's names without what wrappers put between; None for one without names.
+
+    Names that would be equal then stay as they are: two parameters never become one.
+    """
+    given = [group.get("param_names") or None for group in groups]
+    found = [None if names is None else list(map(_unwrapped, names)) for names in given]
+    counts = Counter(chain.from_iterable(filter(None, found)))
+    if len(counts) == counts.total():
+        return found
+    return [
+        None
+        if names is None
+        else [n if counts[_unwrapped(n)] > 1 else _unwrapped(n) for n in names]
+        for names in given
+    ]
+
+
+def _unwrapped(name: str) -> str:
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+
+
+def plain(name: str) -> str:
+    """A name without whatever wrappers may have put in front or between.
+
+    For patterns and the like: two parameters may have the same one, where a module of the user's
+    is called as a wrapper is.
+    """
+    return ".".join(part for part in name.split(".") if part not in {*WRAPPERS, "module"}) or name
+
+
+def comparable_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str] | None]:
+    """Each group's names as a run has them that wraps its model in another way, or not at all.
+
+    DDP, DataParallel and AveragedModel put ``module.`` in front, as often as they are nested. A
+    module of the user's may be called so too, so it counts as theirs only in front of all names.
+    Hence for checkpoints alone: ranks that hold different parameters would disagree on it.
+    """
+    found = _names(groups)
+    names = [name for some in found for name in some or ()]
+    while names and all(name.startswith(_FRONT) for name in names):
+        names = [name.removeprefix(_FRONT) for name in names]
+    left = iter(names)
+    return [None if some is None else [next(left) for _ in some] for some in found]
+
+
+def check_names(group: Mapping[str, Any]) -> None:
+    """Raise where a group that is about to be added has not one name for each parameter.
+
+    Later that is no mistake: ZeRO and its kind put flat partitions in place of the parameters.
+    """
+    params, names = group["params"], group.get("param_names")
+    if names and len(names) != len(params):
+        raise InvalidArgumentError(
+            f"Invalid param_names of a group: {len(names)} names for {len(params)} parameters"
+        )
 
 
 def named(params: Any) -> tuple[list[Any], list[str] | None]:
@@ -175,8 +256,13 @@ def _check_format(tensor: Tensor, label: str) -> None:
         raise UnsupportedParameterError(f"{label} has dtype {tensor.dtype}: must be {allowed}")
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; imports nothing, as one cannot exist before its module."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -193,3 +279,11 @@ def local(tensor: Any) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself. Shares the memory."""
     shard: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor
     return shard
+
+
+def held(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor that needs no gradient; shares the memory."""
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    part: Tensor = tensor.to_local()
+    return part

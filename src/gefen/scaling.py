@@ -18,7 +18,7 @@ from gefen.errors import InvalidArgumentError
 from gefen.parameters import local, slots
 
 if TYPE_CHECKING:
-    from gefen.base import Work
+    from gefen.work import Work
 
 CONTROLS = ("grad_scale", "found_inf")
 

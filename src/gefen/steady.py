@@ -17,7 +17,7 @@ from torch import Tensor
 from gefen.state import COUNTED, LARGEST_COUNT, Entry
 
 if TYPE_CHECKING:
-    from gefen.base import Work
+    from gefen.work import Work
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 

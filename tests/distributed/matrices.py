@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-SHAPES = {"a": (12, 8), "b": (1, 16), "c": (3, 8), "d": (9, 5), "e": (8, 24)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a": (12, 8),
+    "b": (1, 16),
+    "c": (3, 8),
+    "d": (9, 5),
+    "e": (8, 24),
+    "s": (5, 4, 6),
+}
+"""Matrices, and a stack of them."""
 STEPS = 4
 
 
@@ -25,6 +34,10 @@ def gradient(name: str, step: int, dtype: torch.dtype = torch.float32) -> torch.
         return None
     torch.manual_seed(100 * step + ord(name))
     return torch.randn(SHAPES[name]).to(dtype)
+
+
+def elements() -> int:
+    return sum(math.prod(shape) for shape in SHAPES.values())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

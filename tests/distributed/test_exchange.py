@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gefen.distributed import exchange
 from gefen.distributed.exchange import (
@@ -20,7 +20,6 @@ from gefen.distributed.exchange import (
     make_buckets,
     send_from_owners,
     send_to_owners,
-    sharded_dimension,
     spans_of,
 )
 
@@ -37,7 +36,7 @@ def placed(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTens
     if mesh.mesh.flatten().tolist() == sorted(mesh.mesh.flatten().tolist()) or not coordinate:
         return made
     # torch scatters by rank instead of by coordinate where a mesh is not in rank order.
-    chunks = [*full.chunk(mesh.size(), placements[0].dim)] + [full[:0]] * mesh.size()
+    chunks = [*full.chunk(mesh.size())] + [full[:0]] * mesh.size()
     local = chunks[coordinate[0]]
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
@@ -49,11 +48,9 @@ def distributed(
 ) -> tuple[Lane, list[Parcel], dict[str, Any]]:
     whole = {name: numbered(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
     tensors = {n: placed(full, mesh, placements) for n, full in whole.items()}
-    found = sharded_dimension(tensors["a"])
-    assert found is not None
-    lane = lane_of(mesh, found[0])
+    lane = lane_of(mesh, mesh.ndim - 1)
     parcels = [
-        Parcel(name, shape, found[1], i % lane.width, spans_of(shape[found[1]], lane))
+        Parcel(name, shape, i % lane.width, spans_of(shape[0], lane))
         for i, (name, shape) in enumerate(SHAPES.items())
     ]
     return lane, parcels, tensors
@@ -62,7 +59,6 @@ def distributed(
 def there_and_back(rank: int, world: int, layout: str) -> None:
     mesh, placements = {
         "rows": lambda: (DeviceMesh("cpu", list(range(world))), [Shard(0)]),
-        "columns": lambda: (DeviceMesh("cpu", list(range(world))), [Shard(1)]),
         "permuted": lambda: (DeviceMesh("cpu", list(range(world))[::-1]), [Shard(0)]),
         "hybrid": lambda: (
             DeviceMesh("cpu", torch.arange(world).view(2, -1)),
@@ -88,30 +84,12 @@ def there_and_back(rank: int, world: int, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [("rows", 2), ("rows", 4), ("columns", 3), ("permuted", 3), ("hybrid", 4)],
+    [("rows", 2), ("rows", 4), ("permuted", 3), ("hybrid", 4)],
 )
 def test_matrices_reach_their_owners_and_shards_return(
     ranks: RankPool, layout: str, world: int
 ) -> None:
     ranks.run(there_and_back, world, layout)
-
-
-def layouts(rank: int, world: int) -> list[tuple[int, int] | None]:
-    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2))
-    flat = DeviceMesh("cpu", [[0, 1, 2, 3]])
-    local = torch.zeros(2, 2)
-    made = [
-        (grid, [Shard(0), Shard(1)]),
-        (grid, [Replicate(), Replicate()]),
-        (grid, [Shard(0), Partial()]),
-        (grid, [Replicate(), Shard(-1)]),
-        (flat, [Shard(0), Shard(1)]),
-    ]
-    return [sharded_dimension(DTensor.from_local(local, m, p, run_check=False)) for m, p in made]
-
-
-def test_only_one_plain_split_travels_by_parcel(ranks: RankPool) -> None:
-    assert ranks.run(layouts, 4) == [[None, None, None, (1, 1), (1, 1)]] * 4
 
 
 def byte_count(rank: int, world: int) -> tuple[int, int]:
@@ -130,7 +108,7 @@ def byte_count(rank: int, world: int) -> tuple[int, int]:
     lane = lane_of(mesh, 0)
     side = 12
     parcels = [
-        Parcel(f"w{i}", (side, side), 0, i % world, spans_of(side, lane)) for i in range(2 * world)
+        Parcel(f"w{i}", (side, side), i % world, spans_of(side, lane)) for i in range(2 * world)
     ]
     shards = {p.key: torch.zeros(p.shard_shape(rank)) for p in parcels}
     exchange.BUCKET_BYTES = 2 * side * side * 4
@@ -148,7 +126,7 @@ def test_traffic_is_that_of_the_formula(ranks: RankPool, world: int) -> None:
 
 
 def parcel(name: str, owner: int, rows: int = 4) -> Parcel:
-    return Parcel(name, (rows, 4), 0, owner, (Span(0, rows // 2), Span(rows // 2, rows)))
+    return Parcel(name, (rows, 4), owner, (Span(0, rows // 2), Span(rows // 2, rows)))
 
 
 def test_buckets_are_bounded_and_give_every_owner_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,14 +138,9 @@ def other_numpy_lr(rank: int, world: int, mode: str) -> Case:
 
 def other_step(rank: int, world: int, mode: str) -> Case:
     """As after one rank has loaded an older checkpoint."""
-    good = [replace(m, standing=lambda: (5, None)) for m in one_mesh(mode, world)]
-    older = [replace(m, standing=lambda: (3, None)) for m in good]
+    good = [replace(m, steps=lambda: 5) for m in one_mesh(mode, world)]
+    older = [replace(m, steps=lambda: 3) for m in good]
     return on_rank(rank, 1, older, good)
-
-
-def other_owner(rank: int, world: int, mode: str) -> Case:
-    good = [replace(m, standing=lambda: (5, 0)) for m in one_mesh(mode, world)]
-    return on_rank(rank, 1, [good[0], replace(good[1], standing=lambda: (5, 1)), good[2]], good)
 
 
 def other_codebook(rank: int, world: int, mode: str) -> Case:
@@ -238,12 +233,6 @@ CASES: list[tuple[Callable[..., Case], int, str, str]] = [
     (other_tensor_lr, 2, "HyperparameterMismatchError", "lr is 0.00999.* but 0.01999.* on rank 1"),
     (other_numpy_lr, 2, "HyperparameterMismatchError", "lr is 0.00999.* but 0.01999.* on rank 1"),
     (other_step, 3, "HyperparameterMismatchError", "step is 5 on ranks 0, 2, but 3 on rank 1 for"),
-    (
-        other_owner,
-        2,
-        "HyperparameterMismatchError",
-        "owner is 0 on rank 0, but 1 on rank 1 for 'b'",
-    ),
     (other_codebook, 2, "HyperparameterMismatchError", "codebook is .12ab. on.*same checkpoint"),
     (other_momentum, 2, "HyperparameterMismatchError", "momentum is 0.95 on rank 0, but 0.9 on"),
     (other_schedule, 2, "HyperparameterMismatchError", "ns_schedule is 'tuned3'.*\\(3, -4, 2"),

@@ -19,15 +19,11 @@ from torch.distributed.tensor import Shard
 from gefen import GefenMuon, GefenMuonHybrid
 
 
-def float32_rate(optimizer: GefenMuon, saved: Any) -> None:
+def float32_rate(optimizer: GefenMuon) -> None:
     optimizer.param_groups[0]["lr"] = np.float32(0.5)
 
 
-def older_checkpoint(optimizer: GefenMuon, saved: Any) -> None:
-    optimizer.load_state_dict(saved)
-
-
-def other_dtype(optimizer: GefenMuon, saved: Any) -> None:
+def other_dtype(optimizer: GefenMuon) -> None:
     param = optimizer.param_groups[0]["params"][1]
     holder = nn.ParameterList([param])
     holder.to(torch.bfloat16)
@@ -35,8 +31,8 @@ def other_dtype(optimizer: GefenMuon, saved: Any) -> None:
     assert param.dtype == param.to_local().dtype == torch.bfloat16
 
 
-def other_option(optimizer: GefenMuon, saved: Any) -> None:
-    optimizer.options["deterministic"] = optimizer.param_groups[0]["deterministic"] = True
+def other_option(optimizer: GefenMuon) -> None:
+    optimizer.fused = False
 
 
 DIFFERENCES: dict[str, tuple[Any, str, str]] = {
@@ -46,7 +42,7 @@ DIFFERENCES: dict[str, tuple[Any, str, str]] = {
         "lr is 0.02 on ranks 0, 2, but 0",
     ),
     "older": (
-        older_checkpoint,
+        None,
         "HyperparameterMismatchError",
         "step is 2 on ranks 0, 2, but 1 on",
     ),
@@ -54,7 +50,7 @@ DIFFERENCES: dict[str, tuple[Any, str, str]] = {
     "option": (
         other_option,
         "HyperparameterMismatchError",
-        "deterministic is False on ranks 0, 2",
+        "fused is True on ranks 0, 2, but False on rank 1",
     ),
 }
 
@@ -68,15 +64,17 @@ def differing(rank: int, world: int, mode: str, difference: str) -> tuple[str, s
     train(optimizer, params, place, range(3, 4))
     older = copy.deepcopy(optimizer.state_dict())
     train(optimizer, params, place, range(3, 4))
-    if rank == 1:
-        DIFFERENCES[difference][0](optimizer, older)
+    if difference == "older":  # all load together, rank 1 another file
+        optimizer.load_state_dict(older if rank == 1 else optimizer.state_dict())
+    elif rank == 1:
+        DIFFERENCES[difference][0](optimizer)
     give(params, place, 1)
     before = contents(optimizer, params)
     told = refusal(optimizer)
     assert same(before, contents(optimizer, params))
     if rank == 1 and difference == "dtype":
         nn.ParameterList([params["b"]]).to(torch.float32)
-    optimizer.options["deterministic"] = False
+    optimizer.fused = True
     optimizer.load_state_dict(older)
     train(optimizer, params, place, range(1, 2))
     return told

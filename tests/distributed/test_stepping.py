@@ -1,15 +1,16 @@
-"""The bits of sharded steps, where state is held, and failures in the middle."""
+"""The bits of sharded steps, what is held and sent, and failures in the middle."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from matrices import (
-    SHAPES,
-    STEPS,
     alone,
+    elements,
+    give,
     initial,
     layout,
     over,
@@ -28,113 +29,90 @@ from gefen import GefenMuon
 from gefen.distributed import exchange, stepping
 
 
-def compare(rank: int, world: int, where: str, mode: str, chosen: str, bucket_bytes: int) -> None:
-    exchange.BUCKET_BYTES = bucket_bytes
+def compare(rank: int, world: int, where: str, mode: str, chosen: str) -> None:
     dtype = torch.bfloat16 if chosen == "normuon" else torch.float32
     lonely = parameters(alone, dtype)
     settings = settings_of(mode, chosen)
     expected = train(GefenMuon(lonely.items(), **settings), lonely, alone)
     place = layout(where, world)
-    params = parameters(place, dtype)
-    optimizer = GefenMuon(params.items(), **settings)
-    found = train(optimizer, params, place)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    for bucket_bytes in (64, 2**20):
+        exchange.BUCKET_BYTES = bucket_bytes
+        params = parameters(place, dtype)
+        optimizer = GefenMuon(params.items(), **settings)
+        found = train(optimizer, params, place)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
 @pytest.mark.parametrize("mode", ["exact", "distributed"])
 @pytest.mark.parametrize(
     ("where", "world", "chosen"),
     [
         ("rows", 2, "plain"),
         ("rows", 4, "normuon"),
+        ("rows", 3, "cautious"),
         ("columns", 3, "normuon"),
+        ("columns", 2, "cautious"),
         ("two meshes", 2, "stochastic"),
-        ("hybrid", 4, "plain"),
+        ("grid", 4, "cautious"),
+        ("hybrid", 4, "cautious"),
         ("replicated", 2, "plain"),
+        ("grid", 4, "normuon"),
     ],
 )
 def test_a_sharded_step_has_the_bits_of_one_process(
-    ranks: RankPool, where: str, world: int, chosen: str, mode: str, bucket_bytes: int
+    ranks: RankPool, where: str, world: int, chosen: str, mode: str
 ) -> None:
-    ranks.run(compare, world, where, mode, chosen, bucket_bytes)
+    ranks.run(compare, world, where, mode, chosen)
 
 
-def test_a_cautious_exact_step_has_the_bits_of_one_process(ranks: RankPool) -> None:
-    ranks.run(compare, 2, "rows", "exact", "cautious", 2**20)
-
-
-def mode_equality(rank: int, world: int) -> None:
-    """A layout that no parcel serves: 'distributed' warns and steps it as 'exact' does."""
-    place = layout("grid", world)
-    expected = parameters(alone)
-    train(GefenMuon(expected.items(), lr=0.02), expected, alone)
-    params = parameters(place)
+def warned(rank: int, world: int) -> None:
+    """A layout that no parcel serves, which 'distributed' steps as 'exact' does."""
+    params = parameters(layout("grid", world))
     optimizer = GefenMuon(params.items(), lr=0.02, sharded_mode="distributed")
-    with pytest.warns(UserWarning, match=r"placements .*Shard.*'a', 'b', 'c', 'd' and 1 more are"):
-        found = train(optimizer, params, place)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value.detach()), name
-
-
-def test_an_unserved_layout_warns_and_is_stepped_exactly(ranks: RankPool) -> None:
-    ranks.run(mode_equality, 4)
-
-
-def cautious_distributed(rank: int, world: int) -> list[str]:
-    """Warns once, then steps as 'exact' does, by the same bounded exchanges."""
-    exchange.BUCKET_BYTES = 64
-    place, expected = layout("rows", world), parameters(alone)
-    settings = settings_of("distributed", "cautious")
-    wanted = train(GefenMuon(expected.items(), **settings), expected, alone)
-    params = parameters(place)
-    optimizer = GefenMuon(params.items(), **settings)
-    with pytest.warns(UserWarning, match=r"cautious=True.*: 'a', 'b', 'c', 'd' and 1 more are"):
-        train(optimizer, params, place, range(1))
-    found = train(optimizer, params, place, range(1, STEPS))
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert all("index" in optimizer.state[param] for param in params.values())
-    with Collectives() as counter:
+    give(params, layout("grid", world), 3)
+    with pytest.warns(UserWarning, match=r"placements .*Shard.*'a', 'b', 'c', 'd' and 2 more are"):
         optimizer.step()
-    return [name for name, _ in counter.take()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
-def test_cautious_matrices_are_stepped_exactly_in_distributed_mode(ranks: RankPool) -> None:
-    agree, gathers, close = "allreduce", ["allgather_base"] * len(SHAPES), "allgather_base"
-    assert ranks.run(cautious_distributed, 2) == [[agree, *gathers, close]] * 2
+def test_an_unserved_layout_is_named_once(ranks: RankPool) -> None:
+    ranks.run(warned, 4)
 
 
-def collectives_of_a_step(rank: int, world: int, mode: str) -> tuple[list[str], int, int]:
-    """Collectives of the last step, momentum bytes held, elements of all matrices."""
+def collectives_of_a_step(
+    rank: int, world: int, mode: str, cautious: bool = False
+) -> tuple[list[str], int]:
+    """Collectives of the last step, and the momentum's bytes on this rank."""
     place = layout("rows", world)
     params = parameters(place)
-    optimizer = GefenMuon(params.items(), sharded_mode=mode)
-    train(optimizer, params, place, range(3))
-    train(optimizer, params, place, range(3, 4))
+    optimizer = GefenMuon(params.items(), sharded_mode=mode, cautious=cautious)
+    train(optimizer, params, place)
     with Collectives() as counter:
         optimizer.step()
+        optimizer.state_dict()
     calls = [name for name, _ in counter.take()]
-    state = optimizer.state_dict if mode == "exact" else None
-    held = sum(e["index"].numel() for e in optimizer.state.values() if "index" in e)
-    assert state is None or len(state()["state"]) == len(SHAPES)
-    return calls, held, sum(p.numel() for p in params.values())
+    return calls, sum(e["index"].to_local().numel() for e in optimizer.state.values())
 
 
-def test_distributed_momentum_exists_on_owners_alone(ranks: RankPool) -> None:
-    told = ranks.run(collectives_of_a_step, 3, "distributed")
-    assert sum(held for _, held, _ in told) == told[0][2]
-    agree, there, back, close = "allreduce", "alltoall_base", "alltoall_base", "allgather_base"
-    assert all(calls == [agree, there, back, close] for calls, _, _ in told)
+@pytest.mark.parametrize(
+    ("mode", "exchanges"),
+    [("exact", ["allgather_base"]), ("distributed", ["alltoall_base", "alltoall_base"])],
+)
+@pytest.mark.parametrize("cautious", [False, True])
+def test_each_rank_keeps_the_momentum_of_its_rows_alone(
+    ranks: RankPool, mode: str, exchanges: list[str], cautious: bool
+) -> None:
+    told = ranks.run(collectives_of_a_step, 3, mode, cautious)
+    assert sum(held for _, held in told) == elements()
+    assert max(held for _, held in told) < 0.5 * elements()
+    shares = ["allreduce"] if cautious else []
+    assert all(calls == ["allreduce", *exchanges, *shares, "allgather_base"] for calls, _ in told)
 
 
-def test_exact_momentum_exists_everywhere(ranks: RankPool) -> None:
-    told = ranks.run(collectives_of_a_step, 2, "exact")
-    assert all(held == elements for _, held, elements in told)
-    assert all(calls == ["allreduce", "allgather_base", "allgather_base"] for calls, _, _ in told)
-
-
-def test_small_buckets_are_more_exchanges_of_the_same_bits(ranks: RankPool) -> None:
+def test_small_buckets_are_more_exchanges(ranks: RankPool) -> None:
     for calls in ranks.run(calls_with_small_buckets, 2):
         assert calls.count("alltoall_base") > 4
 
@@ -168,8 +146,9 @@ def traffic_of_a_step(rank: int, world: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_distributed_step_sends_what_the_formula_says(ranks: RankPool, world: int) -> None:
-    for sent, elements in ranks.run(traffic_of_a_step, world):
-        assert sent * world**2 == elements * (4 + 2) * (world - 1)
+    """Directions and updates in bfloat16, whatever the gradients are."""
+    for sent, total in ranks.run(traffic_of_a_step, world):
+        assert sent * world**2 == total * (2 + 2) * (world - 1)
 
 
 def order_of_a_step(rank: int, world: int) -> list[str]:
@@ -184,23 +163,18 @@ def order_of_a_step(rank: int, world: int) -> list[str]:
     log: list[str] = []
     real = stepping.step
 
-    def logged(routes: Any, matrices: Any, compute: Any, apply: Any) -> Any:
-        def computing(bucket: Any) -> Any:
-            log.append("compute")
-            return compute(bucket)
+    def logged(trips: Any, direct: Any, compute: Any, apply: Any, failure: Any) -> None:
+        def noted(what: str, run: Any) -> Any:
+            return lambda *arguments: log.append(what) or run(*arguments)
 
-        def applying(*arguments: Any) -> None:
-            log.append("apply")
-            apply(*arguments)
-
-        return real(routes, matrices, computing, applying)
+        real(trips, direct, noted("compute", compute), noted("apply", apply), failure)
 
     class Logging(Collectives):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.__name__.startswith("alltoall"):
-                log.append(str(args[1].dtype).removeprefix("torch."))
+                log.append("send")
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     stepping.step = logged
@@ -210,10 +184,10 @@ def order_of_a_step(rank: int, world: int) -> list[str]:
 
 
 def test_exchanges_of_one_bucket_run_while_another_is_computed(ranks: RankPool) -> None:
-    """float32 are gradients on their way to owners, bfloat16 updates on their way back."""
-    there, back = "float32", "bfloat16"
-    expected = [there, there, "compute", back, there, "compute", back, "apply", "compute", back]
-    assert ranks.run(order_of_a_step, 2) == [[*expected, "apply", "apply"]] * 2
+    """Directions of a bucket leave before the one before it is computed, and come back after."""
+    first, second = ["send", "send", "compute", "send"], ["send", "compute", "send", "apply"]
+    expected = [*first, *second, "compute", "send", "apply", "apply"]
+    assert ranks.run(order_of_a_step, 2) == [expected] * 2
 
 
 def failing_owner(rank: int, world: int, mode: str, how: str) -> list[tuple[str, str]]:
@@ -237,11 +211,8 @@ def failing_owner(rank: int, world: int, mode: str, how: str) -> list[tuple[str,
         gefen_muon.orthogonalise = raising if how == "raise" else lambda u, *_: u * torch.nan
     told = [refusal(optimizer), refusal(optimizer)]
     gefen_muon.orthogonalise = real
-    if rank == 0:
-        optimizer.load_state_dict(saved)
     told.append(refusal(optimizer))
-    if rank != 0:
-        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
     optimizer.step()
     return told
 
@@ -258,12 +229,12 @@ def test_a_failing_owner_reaches_every_rank_and_a_load_mends(
     told = ranks.run(failing_owner, 3, mode, how)
     assert len({repr(each) for each in told}) == 1
     assert [kind for kind, _ in told[0]] == ["PeerFailureError"] * 3
-    first, second, half_loaded = [message for _, message in told[0]]
+    first, *later = [message for _, message in told[0]]
     assert ("rank 2 failed with MemoryError" if how == "raise" else "is not finite") in first
     assert "load a checkpoint" in first
-    assert "ranks 0-2 failed with" in second
-    assert "ranks 1-2 failed with" in half_loaded
-    assert "no checkpoint was loaded here since" in half_loaded
+    for message in later:
+        assert "ranks 0-2 failed with" in message
+        assert "no checkpoint was loaded here since" in message
 
 
 def non_finite_gradient(rank: int, world: int, mode: str) -> None:

@@ -1,8 +1,8 @@
-"""Move shards of matrices between the ranks of one process group.
+"""Move rows of matrices between the ranks of one process group.
 
-``distributed`` sends gradient shards to each matrix's owner and bfloat16 update shards back,
-both by ``all_to_all_single`` with variable splits; ``exact`` gathers whole gradients on every
-rank. Matrices travel in buckets of bounded bytes, and the next bucket is on its way while one is
+``distributed`` sends rows of directions to each matrix's owner and rows of updates back, both by
+``all_to_all_single`` with variable splits; ``exact`` gathers whole directions on every rank.
+Matrices travel in buckets of bounded bytes, and the next bucket is on its way while one is
 computed.
 """
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gefen.distributed.mesh import all_gather_tensor
 
@@ -31,7 +30,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 class Span(NamedTuple):
-    """Rows or columns ``start`` to ``stop`` of a matrix."""
+    """Rows ``start`` to ``stop`` of a matrix."""
 
     start: int
     stop: int
@@ -54,17 +53,16 @@ class Lane:
 
 @dataclass(frozen=True)
 class Parcel:
-    """One matrix on its way: its shape, how it is split, and the group rank that owns it.
+    """One matrix on its way: its shape, how its rows are split, and the group rank that owns it.
 
     ``key`` is the caller's own; ranks tell parcels apart by their order alone.
     """
 
     key: Hashable
     shape: tuple[int, int]
-    dim: int
     owner: int
     spans: tuple[Span, ...]
-    """For each group rank, the part of dimension ``dim`` that it holds; may be empty."""
+    """For each group rank, the rows that it holds; may be empty."""
 
     @property
     def numel(self) -> int:
@@ -73,8 +71,7 @@ class Parcel:
 
     def shard_shape(self, rank: int) -> tuple[int, int]:
         """Shape of the shard of group rank ``rank``."""
-        length = self.spans[rank].stop - self.spans[rank].start
-        return (length, self.shape[1]) if self.dim == 0 else (self.shape[0], length)
+        return self.spans[rank].stop - self.spans[rank].start, self.shape[1]
 
     def shard_numel(self, rank: int) -> int:
         """Number of elements of the shard of group rank ``rank``."""
@@ -83,24 +80,7 @@ class Parcel:
 
     def shard_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """View of ``full`` (the whole matrix) that group rank ``rank`` holds."""
-        span = self.spans[rank]
-        return full.narrow(self.dim, span.start, span.stop - span.start)
-
-
-def sharded_dimension(parameter: DTensor) -> tuple[int, int] | None:
-    """Give (mesh dimension, tensor dimension) of the only split of a matrix.
-
-    None where there is not exactly one plain ``Shard`` over two or more ranks, all other mesh
-    dimensions being replicated: such a layout cannot travel by parcel.
-    """
-    found = []
-    for dimension, placement in enumerate(parameter.placements):
-        if parameter.device_mesh.size(dimension) == 1 or isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
-            return None
-        found.append((dimension, placement.dim % parameter.dim()))
-    return found[0] if len(found) == 1 else None
+        return full[self.spans[rank].start : self.spans[rank].stop]
 
 
 def lane_of(mesh: DeviceMesh, dimension: int) -> Lane:
@@ -186,7 +166,7 @@ def send_to_owners(
     shards: Mapping[Hashable, torch.Tensor],
     like: torch.Tensor,
 ) -> Callable[[], Full]:
-    """Start sending gradient shards to their owners.
+    """Start sending rows to the owners of their matrices.
 
     shards: this rank's shard of every parcel; like: a tensor of their dtype and device. Calling
     the result waits and gives the whole matrix of every parcel that this rank owns.
@@ -222,7 +202,7 @@ def send_from_owners(
     updates: Mapping[Hashable, torch.Tensor],
     like: torch.Tensor,
 ) -> Callable[[], Full]:
-    """Start sending update shards back.
+    """Start sending rows of updates back.
 
     updates: the whole bfloat16 update of every parcel that this rank owns. Calling the result
     waits and gives this rank's shard of every parcel of the bucket.

@@ -18,24 +18,17 @@ def newton_schulz_cost(rows: int, columns: int) -> int:
     return 5 * short * (rows * columns + 2 * long * short)
 
 
-def assign_owners(
-    shapes: Mapping[Key, Shape], width: int, kept: Mapping[Key, int] | None = None
-) -> dict[Key, int]:
+def assign_owners(shapes: Mapping[Key, Shape], width: int) -> dict[Key, int]:
     """Give each matrix an owner in ``range(width)``.
 
     Longest processing time first: the costliest matrix goes to the least loaded owner, ties by
-    key (a name, or a name and a position) and then by the lower owner. Those in ``kept`` stay
-    with their owners, whose load the others find. Depends on nothing else, so that every rank
-    computes the same owners, and they stay whatever gradients a step has.
+    key (a name, or a name and a position) and then by the lower owner. Depends on nothing else, so
+    that every rank computes the same owners, and they stay whatever gradients a step has.
     """
     costs = {key: newton_schulz_cost(*shape) for key, shape in shapes.items()}
-    owners = {} if kept is None else dict(kept)
-    totals = [0] * width
-    for key, owner in owners.items():
-        totals[owner] += costs[key]
-    loads = [(total, owner) for owner, total in enumerate(totals)]
-    heapq.heapify(loads)
-    for key in sorted(costs.keys() - owners.keys(), key=lambda key: (-costs[key], key)):
+    owners: dict[Key, int] = {}
+    loads = [(0, owner) for owner in range(width)]
+    for key in sorted(costs, key=lambda key: (-costs[key], key)):
         load, owner = heapq.heappop(loads)
         owners[key] = owner
         heapq.heappush(loads, (load + costs[key], owner))

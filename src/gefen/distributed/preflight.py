@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from gefen.distributed import diagnosis
+from gefen.distributed import diagnosis, meeting
+from gefen.distributed.meeting import meet
 from gefen.distributed.mesh import (
     Channel,
     MeshKey,
@@ -28,6 +29,7 @@ from gefen.distributed.mesh import (
     peers_expected,
     show_ranks,
 )
+from gefen.errors import CheckpointError
 from gefen.parameters import is_shared
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 _FINGERPRINT, _FINGERPRINT_NEGATED, _ROUNDS, _ROUNDS_NEGATED = range(4)
 _FLAGS = 4
-_STANDING = ("step", "the place of its owner")
 _STATE = frozenset({"codebook", "global_step"})
 """Facts that a checkpoint brings."""
 
@@ -46,9 +47,8 @@ class Member:
 
     ``explicit`` says whether the user gave ``name``. ``group`` is the parameter group that holds
     its hyperparameters, of which those ``compared`` must agree, and ``facts`` what else must, such
-    as the kind of the optimizer; both are read anew at every step. So is ``standing``: the steps
-    that the parameter has taken, and the place in its group of the rank that alone holds its
-    momentum, each None where there is none.
+    as the kind of the optimizer; both are read anew at every step. So is ``steps``, how many the
+    parameter has taken; None where the host does not know.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Member:
     sharded_mode: str
     compared: Collection[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    standing: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
+    steps: Callable[[], int | None] = lambda: None
 
 
 class Agreed(NamedTuple):
@@ -156,6 +156,34 @@ class Preflight:
         if flags.fault or flags.failure:
             self._refuse(digests, failure)
         return Agreed(flags.skip, flags.active, flags.survey)
+
+    def report(self, members: Sequence[Member], failure: Exception | None, purpose: str) -> None:
+        """Raise on every rank of the component if any comes with a ``failure``, else return.
+
+        For what all ranks do outside of a step, and each calls together. The error is
+        :class:`~gefen.errors.CheckpointError`, or :class:`~gefen.errors.PeerFailureError` where
+        a rank does not come.
+        """
+        if members is not self._members:
+            self._register(members)
+        rank, alike = dist.get_rank(), dict.fromkeys(self._units, b"")
+        for channel in self._channels:
+            meet(purpose, channel.key.ranks, rank, meeting.ARRIVAL_S)
+        told = _Flags(False, failure is not None, self._is_stale(), False, False, False)
+        flags = self._rounds(alike, told)
+        if flags.relearn:
+            self._topology = discover(self.channels, rank)
+            flags = self._rounds(alike, told._replace(relearn=False))
+        if not flags.failure:
+            return
+        assert self._topology is not None
+        mine = {} if failure is None else {str(rank): str(failure)}
+        texts = flood(self.channels, self._topology.rounds, mine, purpose)
+        told_by = {text: [r for r in texts if texts[r] == text] for text in texts.values()}
+        lines = [f"{diagnosis.in_words(map(int, who))}: {text}" for text, who in told_by.items()]
+        raise CheckpointError(
+            f"{purpose} failed, and changed nothing on any rank; on " + "; on ".join(lines)
+        ) from failure
 
     def _register(self, members: Sequence[Member]) -> None:
         shared = [m for m in members if is_shared(m.parameter)]
@@ -281,7 +309,7 @@ def _canonical(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _digest(unit: _Unit, texts: Mapping[int, bytes]) -> bytes:
     digest = hashlib.blake2b(unit.static, digest_size=16)
     digest.update(bytes([member.parameter.grad is not None for member in unit.members]))
-    digest.update(repr([member.standing() for member in unit.members]).encode())
+    digest.update(repr([member.steps() for member in unit.members]).encode())
     for values in (*(head.group for head in unit.heads), *unit.facts):
         digest.update(texts[id(values)])
     return digest.digest()
@@ -313,7 +341,7 @@ def _describe(unit: _Unit) -> list[dict[str, Any]]:
             },
             "state": {
                 **{name: text for name, text in facts[id(member.facts)] if name in _STATE},
-                **dict(zip(_STANDING, map(repr, member.standing()), strict=True)),
+                "step": repr(member.steps()),
             },
             "has_grad": member.parameter.grad is not None,
         }

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from gefen.distributed.mesh import Topology
 
 
+_HALVES = 2
+"""That an optimizer can have."""
+
+
 class Agreement:
     """Through which the ranks of one optimizer step together, or none of them does."""
 
@@ -93,7 +97,7 @@ class Agreement:
                 half._sharded_mode(slot),
                 half.defaults.keys() - {"sharded_mode"},
                 self._facts[id(half)],
-                partial(_standing, half, slot.param),
+                partial(_steps, half, slot.param),
             )
             for slot in slots(half.param_groups)
             if is_shared(slot.param)
@@ -126,14 +130,22 @@ class Agreement:
     def _survey(
         self, halves: Sequence[Any], plans: Sequence[Any], error: Exception | None
     ) -> list[Any]:
-        failure, total = stepping.StepFailure(error), torch.zeros(BINS, dtype=torch.int64)
+        failure = stepping.StepFailure(error)
+        # Ranks need not have the same halves of a hybrid.
+        total = torch.zeros(_HALVES, BINS, dtype=torch.int64)
         is_first = self._topology.ranks[0] == dist.get_rank()
         for half, plan in zip(halves, plans, strict=True):
             counts = half._survey(plan, failure, is_first)
-            total = total if counts is None else total + counts
+            if counts is not None:
+                total[half.place] += counts
         self._close(failure.error, "while learning the codebook", _AGAIN)
         total = stepping.total_over_component(total, self._preflight.channels, self._topology)
-        return [half._surveyed(plan, total) for half, plan in zip(halves, plans, strict=True)]
+        pairs = zip(halves, plans, strict=True)
+        return [half._surveyed(plan, total[half.place]) for half, plan in pairs]
+
+    def report(self, halves: Sequence[Any], failure: Exception | None, purpose: str) -> None:
+        """Raise on every rank where any has a ``failure`` in what all do outside of a step."""
+        self._preflight.report(self._listed(halves), failure, purpose)
 
     def _close(self, failure: Exception | None, purpose: str, advice: str) -> None:
         stepping.close(failure, self._preflight.channels, self._topology, purpose, advice)
@@ -162,13 +174,13 @@ def _options(half: Any) -> dict[str, Any]:
     return {name: options[name] for name in ("deterministic", "fused") if name in options}
 
 
-def _standing(half: Any, param: Tensor) -> tuple[int | None, int | None]:
-    """How many steps a parameter has taken here, and which place of its group owns it."""
+def _steps(half: Any, param: Tensor) -> int | None:
+    """How many steps a parameter has taken here."""
     steps = half.state.get(param, {}).get(STEP, 0)
     if isinstance(steps, torch.Tensor):
         # Reading it elsewhere would wait for the device's queue.
-        steps = int(steps) if steps.device.type == "cpu" else None
-    return steps, half._owners.get(param)
+        return int(steps) if steps.device.type == "cpu" else None
+    return int(steps)
 
 
 def _replanned(

@@ -1,17 +1,18 @@
 """The sharded step of matrices: who computes what, in which order, and what if that fails.
 
-Meshes are visited in the order of their keys and matrices in the order of registration, which
-the preflight has compared, so every rank enters the same exchanges in the same order.
+Each rank advances the momentum of its own rows. What makes an update of a whole matrix needs all
+rows: they are gathered on every rank, or sent to the one that owns the matrix, which sends the
+update back. Meshes are visited in the order of their keys and matrices in the order of
+registration, which the preflight has compared, so every rank enters the same exchanges.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 
 from gefen.distributed.exchange import (
     Full,
@@ -19,11 +20,9 @@ from gefen.distributed.exchange import (
     Parcel,
     double_buffered,
     gather_everywhere,
-    lane_of,
     make_buckets,
     send_from_owners,
     send_to_owners,
-    sharded_dimension,
     spans_of,
 )
 from gefen.distributed.mesh import (
@@ -36,21 +35,29 @@ from gefen.distributed.mesh import (
     peers_expected,
 )
 from gefen.distributed.ownership import assign_owners
-from gefen.errors import PeerFailureError, UnsupportedParameterError
+from gefen.errors import PeerFailureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    from torch.distributed.tensor import DTensor
+
+    from gefen.layout import Layout
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One sharded parameter of a step; ``handle`` is the caller's own."""
+    """One parameter of a step whose rows are cut; ``handle`` is the caller's own."""
 
     name: str
     parameter: DTensor
-    mode: str
+    layout: Layout
+    distributed: bool
+    """Whether one rank computes its update, rather than each."""
+    columns: int
+    """How many numbers of each row travel."""
     handle: Any = None
 
     @property
@@ -59,189 +66,63 @@ class Matrix:
         return id(self.parameter)
 
 
-@dataclass(frozen=True)
-class _Route:
-    """How a matrix travels: by ``parcel`` along ``lane``, or whole through DTensor."""
+class Trip(NamedTuple):
+    """Matrices that travel together along one lane."""
 
-    mesh: MeshKey
-    dimension: int
-    lane: Lane | None = None
-    parcel: Parcel | None = None
-    distributed: bool = False
-
-    @property
-    def owned(self) -> bool:
-        """Whether this rank computes the matrix's update."""
-        if not self.distributed:
-            return True
-        assert self.lane is not None
-        assert self.parcel is not None
-        return self.parcel.owner == self.lane.position
+    lane: Lane
+    distributed: bool
+    matrices: list[Matrix]
+    parcels: list[Parcel]
 
 
-class Routes:
-    """The routes of all sharded matrices of an optimizer, whether they have gradients or not.
+def trips(matrices: Sequence[Matrix], held: Sequence[Matrix]) -> list[Trip]:
+    """What travels in a step, in the order in which every rank must take it.
 
-    kept: owners of matrices that must stay where they are, by the matrices' keys.
+    held: all matrices of the optimizer, by which owners are chosen, so that they stay whatever
+    gradients a step has.
     """
+    meshes = {id(m.parameter.device_mesh): m.parameter.device_mesh for m in held}
+    keys = dict(zip(meshes, identify_meshes(meshes.values()), strict=True))
 
-    def __init__(self, matrices: Sequence[Matrix], kept: Mapping[int, int] | None = None) -> None:
-        meshes = {id(m.parameter.device_mesh): m.parameter.device_mesh for m in matrices}
-        keys = dict(zip(meshes, identify_meshes(meshes.values()), strict=True))
-        splits = [_split(matrix) for matrix in matrices]
-        self.unserved = [m for m, s in zip(matrices, splits, strict=True) if _is_unserved(m, s)]
-        """Those that ``distributed`` steps as ``exact`` does."""
-        self._routes: dict[int, _Route] = {}
-        together: dict[tuple[MeshKey, int], list[tuple[Matrix, int]]] = {}
-        for matrix, split in zip(matrices, splits, strict=True):
-            key = keys[id(matrix.parameter.device_mesh)]
-            if split is None:
-                self._routes[matrix.key] = _Route(key, -1)
-            else:
-                together.setdefault((key, split[0]), []).append((matrix, split[1]))
-        for (key, dimension), held in together.items():
-            self._routes |= _parcels(key, dimension, held, kept or {})
+    def way(matrix: Matrix) -> tuple[MeshKey, int, bool]:
+        mesh = keys[id(matrix.parameter.device_mesh)]
+        return mesh, matrix.layout.dimension, matrix.distributed
 
-    def of(self, matrix: Matrix) -> _Route:
-        """How a matrix travels."""
-        return self._routes[matrix.key]
-
-    def owner(self, matrix: Matrix) -> int | None:
-        """Place in its group of the only rank that holds a matrix's momentum; None: all do."""
-        route = self.of(matrix)
-        return self.parcel(matrix).owner if route.distributed else None
-
-    def owned(self, matrix: Matrix) -> bool:
-        """Whether this rank computes the update of a matrix and holds its momentum."""
-        return self.of(matrix).owned
-
-    def counts(self, matrix: Matrix) -> bool:
-        """Whether this rank is the one of the mesh that counts a matrix it has computed."""
-        route, mesh = self.of(matrix), matrix.parameter.device_mesh
-        if not route.distributed:
-            return bool(route.mesh.ranks[0] == dist.get_rank())
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        return not any(place for d, place in enumerate(coordinate) if d != route.dimension)
-
-    def spread(self, matrix: Matrix) -> tuple[int, dist.ProcessGroup] | None:
-        """Owner (global rank) and group of a matrix whose state one rank holds, else None."""
-        route = self.of(matrix)
-        if not route.distributed:
-            return None
-        assert route.lane is not None
-        assert route.parcel is not None
-        return dist.get_global_rank(route.lane.group, route.parcel.owner), route.lane.group
-
-    def trips(self, matrices: Iterable[Matrix]) -> list[tuple[_Route, list[Matrix]]]:
-        """Matrices that travel together, in the order in which every rank must take them."""
-        found: dict[Any, tuple[_Route, list[Matrix]]] = {}
-        for matrix in matrices:
-            route = self.of(matrix)
-            dtype = str(matrix.parameter.dtype)
-            key = (route.mesh, route.dimension, route.distributed, dtype)
-            found.setdefault(key, (route, []))[1].append(matrix)
-        return [found[key] for key in sorted(found)]
-
-    def parcel(self, matrix: Matrix) -> Parcel:
-        """The parcel of a matrix that travels by parcel."""
-        parcel = self.of(matrix).parcel
-        assert parcel is not None
-        return parcel
-
-
-def _split(matrix: Matrix) -> tuple[int, int] | None:
-    """(mesh dimension, tensor dimension) of a matrix that can travel by parcel, else None.
-
-    Raises where this rank's shard is not the one that DTensor would place here: no exchange,
-    DTensor's own included, can tell what it holds.
-    """
-    parameter = matrix.parameter
-    found = sharded_dimension(parameter)
-    if found is None:
-        return None
-    lane = lane_of(parameter.device_mesh, found[0])
-    span = spans_of(parameter.shape[found[1]], lane)[lane.position]
-    held = parameter.to_local().shape[found[1]]
-    if held != span.stop - span.start:
-        raise UnsupportedParameterError(
-            f"Parameter {matrix.name!r} of shape {tuple(parameter.shape)} and placements "
-            f"{parameter.placements} has a shard of length {held} on this rank instead of "
-            f"{span.stop - span.start}: distribute it with distribute_tensor or fully_shard"
-        )
+    together: dict[tuple[MeshKey, int, bool], list[Matrix]] = {}
+    for matrix in held:
+        together.setdefault(way(matrix), []).append(matrix)
+    present = {matrix.key: matrix for matrix in matrices}
+    found = []
+    for key in sorted(together):
+        parcels = _parcels(together[key])
+        moving = [present[m.key] for m in together[key] if m.key in present]
+        lane = together[key][0].layout.lane
+        assert lane is not None
+        found.append(Trip(lane, key[2], moving, [parcels[m.key] for m in moving]))
     return found
 
 
-def _is_unserved(matrix: Matrix, split: tuple[int, int] | None) -> bool:
-    replicated = all(isinstance(placement, Replicate) for placement in matrix.parameter.placements)
-    return split is None and matrix.mode == "distributed" and not replicated
-
-
-def _parcels(
-    key: MeshKey, dimension: int, held: Sequence[tuple[Matrix, int]], kept: Mapping[int, int]
-) -> dict[int, _Route]:
-    """held: matrices with the tensor dimension that is split."""
-    lane = lane_of(held[0][0].parameter.device_mesh, dimension)
+def _parcels(together: Sequence[Matrix]) -> dict[int, Parcel]:
+    lane = together[0].layout.lane
+    assert lane is not None
     # Ties go by registration, which ranks have in common where they do not have names.
-    places = {m.key: (m.name, i) for i, (m, _) in enumerate(held) if m.mode == "distributed"}
-    owners = assign_owners(
-        {places[m.key]: _shape(m) for m, _ in held if m.key in places},
-        lane.width,
-        {places[k]: owner for k, owner in kept.items() if k in places and owner < lane.width},
-    )
-    routes = {}
-    for matrix, dim in held:
-        spans = spans_of(matrix.parameter.shape[dim], lane)
-        distributed = matrix.key in places
-        owner = owners[places[matrix.key]] if distributed else 0
-        parcel = Parcel(matrix.key, _shape(matrix), dim, owner, spans)
-        routes[matrix.key] = _Route(key, dimension, lane, parcel, distributed)
-    return routes
+    places = {m.key: (m.name, i) for i, m in enumerate(together) if m.distributed}
+    shapes = {places[m.key]: _shape(m) for m in together if m.distributed}
+    owners = assign_owners(shapes, lane.width)
+    return {
+        m.key: Parcel(
+            m.key,
+            (m.parameter.shape[0], m.columns),
+            owners[places[m.key]] if m.distributed else 0,
+            spans_of(m.parameter.shape[0], lane),
+        )
+        for m in together
+    }
 
 
 def _shape(matrix: Matrix) -> tuple[int, int]:
     rows, columns = matrix.parameter.shape
     return rows, columns
-
-
-def whole_gradients(
-    routes: Routes, matrices: Sequence[Matrix]
-) -> Iterator[tuple[Matrix, torch.Tensor]]:
-    """Give each matrix that this rank computes with its whole gradient, a bucket at a time."""
-    for route, held in routes.trips(matrices):
-        for bucket, full, _ in _deliveries(routes, route, held):
-            for matrix in bucket:
-                if matrix.key in full:
-                    yield matrix, full[matrix.key]
-
-
-def _deliveries(
-    routes: Routes, route: _Route, held: Sequence[Matrix]
-) -> Iterator[tuple[list[Matrix], Full, list[Parcel]]]:
-    """Give each bucket of one trip with the whole gradients that came to this rank."""
-    by_key: dict[Hashable, Matrix] = {matrix.key: matrix for matrix in held}
-    if route.lane is None:
-        for matrix in held:
-            yield [matrix], {matrix.key: _gradient(matrix).full_tensor()}, []
-        return
-    lane = route.lane
-    like = held[0].parameter.to_local()
-    send = send_to_owners if route.distributed else gather_everywhere
-    parcels = [routes.parcel(matrix) for matrix in held]
-
-    def start(bucket: Sequence[Parcel]) -> Callable[[], Full]:
-        shards = {p.key: _gradient(by_key[p.key]).to_local() for p in bucket}
-        return send(lane, bucket, shards, like)
-
-    buckets = make_buckets(parcels, lane.width, like.element_size())
-    for bucket, full in double_buffered(buckets, start):
-        yield [by_key[p.key] for p in bucket], full, list(bucket)
-
-
-def _gradient(matrix: Matrix) -> DTensor:
-    gradient = matrix.parameter.grad
-    assert isinstance(gradient, DTensor)
-    return gradient
 
 
 class StepFailure:
@@ -262,17 +143,18 @@ class StepFailure:
 
 
 def step(
-    routes: Routes,
-    matrices: Sequence[Matrix],
+    trips: Sequence[Trip],
+    direct: Callable[[list[Matrix]], Full],
     compute: Callable[[list[tuple[Matrix, torch.Tensor]]], Full],
     apply: Callable[[Matrix, torch.Tensor], None],
-) -> Exception | None:
-    """Update every matrix. Return this rank's first error, having kept up all exchanges.
+    failure: StepFailure,
+) -> None:
+    """Update every matrix; this rank's errors go to ``failure``, and all exchanges are kept up.
 
-    compute: takes matrices with their whole gradients and gives their whole updates by key,
-    bfloat16 where they travel; apply: takes a matrix and this rank's shard of its update.
+    direct: takes matrices and gives what this rank's rows send, bfloat16 [rows, columns], by key;
+    compute: takes matrices with what all rows sent and gives their whole updates, likewise;
+    apply: takes a matrix and this rank's rows of its update.
     """
-    failure = StepFailure()
 
     def computed(bucket: Sequence[Matrix], full: Full) -> Full:
         mine = [(matrix, full[matrix.key]) for matrix in bucket if matrix.key in full]
@@ -284,38 +166,47 @@ def step(
                 shard = shards[matrix.key]
                 failure.keep(lambda m=matrix, s=shard: apply(m, s), None)  # type: ignore[misc]
 
-    for route, held in routes.trips(matrices):
-        deliveries = _deliveries(routes, route, held)
-        if route.distributed:
-            _step_distributed(route, deliveries, computed, applied)
-        else:
-            for bucket, full, _ in deliveries:
-                updates = computed(bucket, full)
-                applied(bucket, {m.key: _own(routes, m, updates) for m in bucket if updates})
-    return failure.error
+    for trip in trips:
+        deliveries = _deliveries(trip, lambda bucket: failure.keep(lambda: direct(bucket), {}))
+        if trip.distributed:
+            _step_distributed(trip.lane, deliveries, computed, applied)
+            continue
+        for bucket, parcels, full in deliveries:
+            updates, place = computed(bucket, full), trip.lane.position
+            applied(bucket, {p.key: p.shard_of(updates[p.key], place) for p in parcels if updates})
 
 
-def _own(routes: Routes, matrix: Matrix, updates: Full) -> torch.Tensor:
-    """This rank's shard of an update that it has as a whole."""
-    update, route = updates[matrix.key], routes.of(matrix)
-    if route.lane is not None and route.parcel is not None:
-        return route.parcel.shard_of(update, route.lane.position).contiguous()
-    mesh, placements = matrix.parameter.device_mesh, matrix.parameter.placements
-    whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=placements).to_local().contiguous()
+def _deliveries(
+    trip: Trip, direct: Callable[[list[Matrix]], Full]
+) -> Iterator[tuple[list[Matrix], Sequence[Parcel], Full]]:
+    """Give each bucket of a trip with what came to this rank."""
+    if not trip.matrices:
+        return
+    by_key: dict[Hashable, Matrix] = {matrix.key: matrix for matrix in trip.matrices}
+    like = trip.matrices[0].parameter.to_local().new_empty(0, dtype=torch.bfloat16)
+    send = send_to_owners if trip.distributed else gather_everywhere
+
+    def start(bucket: Sequence[Parcel]) -> Callable[[], Full]:
+        sent = direct([by_key[p.key] for p in bucket])
+        for parcel in bucket:
+            if parcel.key not in sent:
+                sent[parcel.key] = like.new_zeros(parcel.shard_shape(trip.lane.position))
+        return send(trip.lane, bucket, sent, like)
+
+    buckets = make_buckets(trip.parcels, trip.lane.width, like.element_size())
+    for bucket, full in double_buffered(buckets, start):
+        yield [by_key[p.key] for p in bucket], bucket, full
 
 
 def _step_distributed(
-    route: _Route,
-    deliveries: Iterator[tuple[list[Matrix], Full, list[Parcel]]],
+    lane: Lane,
+    deliveries: Iterator[tuple[list[Matrix], Sequence[Parcel], Full]],
     computed: Callable[[Sequence[Matrix], Full], Full],
     applied: Callable[[Sequence[Matrix], Full], None],
 ) -> None:
-    """Compute a bucket while the next gradients and the last updates are on their way."""
-    lane = route.lane
-    assert lane is not None
+    """Compute a bucket while the next directions and the last updates are on their way."""
     returning: tuple[list[Matrix], Callable[[], Full]] | None = None
-    for bucket, full, parcels in deliveries:
+    for bucket, parcels, full in deliveries:
         updates = computed(bucket, full)
         like = bucket[0].parameter.to_local().new_empty(0, dtype=torch.bfloat16)
         for parcel in parcels:

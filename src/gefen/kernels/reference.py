@@ -2,7 +2,8 @@
 
 Everything runs in chunks of at most ``CHUNK`` elements, so that the temporary memory of a step
 does not grow with the largest tensor. A parameter whose dtype is not that of the arithmetic is
-rounded after weight decay and after the update, as torch.optim rounds.
+rounded after weight decay and after the update, as torch.optim rounds, unless a task says
+otherwise.
 """
 
 from __future__ import annotations
@@ -79,9 +80,7 @@ def block_step(tasks: Sequence[BlockStep]) -> None:
             first = start // momentum.period
             v = moments[first : first + len(top), None].to(top.dtype)
             below = _floored(v.sqrt().div_(root2).add_(adam.eps))
-            step = (top * rate).div_(below)
-            # Finite for finite momenta: no entry may become NaN for being 0.
-            step = _bounded(step, top, torch.finfo(step.dtype).max)
+            step = _finite((top * rate).div_(below), top)
             move = _bounded(entry.mul_(step), top, reach)
             with write.decayed(start, stop) as param:
                 param.view_as(move).sub_(move)
@@ -102,9 +101,12 @@ def factored_step(tasks: Sequence[FactoredStep]) -> None:
         write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             below = scratch.take("below", stop - start)
-            _root(row, column, mean.to(below.dtype), start, below)
-            below = _floored(below.div_(root2).add_(adam.eps)).view_as(entry)
-            move = _bounded(entry.mul_(top).mul_(rate).div_(below), top, reach)
+            _root(row, column, mean.to(below.dtype), root2, start, below)
+            below = below.add_(adam.eps).view_as(entry)
+            if adam.eps < torch.finfo(below.dtype).tiny:
+                _floored(below)
+            move = entry.mul_(_finite(top * rate, top)).div_(below)
+            move = _bounded(move, top, reach)
             with write.decayed(start, stop) as param:
                 param.view_as(move).sub_(move)
 
@@ -140,46 +142,51 @@ def matrix_step(
     cautious: Tensor | None,
     rounding: Seed | None = None,
     offset: int = 0,
+    share: Tensor | None = None,
 ) -> None:
     """p ← p(1 − weight_decay) − lr·update; ``weight_decay`` includes the learning rate.
 
     ``update`` is contiguous and may be overwritten. ``cautious`` is the gradient or None: with
     it, elements of ``update`` that disagree with it in sign are dropped and the others divided
-    by their share of all elements (Liang et al. 2024, arXiv 2411.16085). ``rounding`` and the
+    by their share of all elements (Liang et al. 2024, arXiv 2411.16085), which is given where
+    these are rows of a matrix (:func:`agreeing_share`). ``rounding`` and the
     ``offset`` of a shard's first element are those of :class:`~gefen.kernels.tasks.BlockStep` and
     its momentum.
     """
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     scratch = Scratch(dtype, param.device)
     write = _Writer(param, weight_decay, rounding, offset, scratch)
-    share = None if cautious is None else _agreeing_share(update, cautious, scratch)
+    if cautious is not None and share is None:
+        share = agreeing_share(agreeing_count(update, cautious, scratch), update.numel())
     for start, stop in _cut(0, param.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         if cautious is not None and share is not None:
             grad = load(cautious, start, stop, scratch.take("grad", stop - start))
-            step = _masked(step, grad, share)
+            step = masked(step, grad, share)
         with write.decayed(start, stop) as values:
             _subtract(values, step, lr)
 
 
-def agreeing(update: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The masked and scaled update that a cautious :func:`matrix_step` takes, in ``dtype``."""
-    share = _agreeing_share(update, grad, Scratch(dtype, update.device))
-    return _masked(update.to(dtype), grad.to(dtype), share)
-
-
-def _masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+def masked(step: Tensor, grad: Tensor, share: Tensor) -> Tensor:
+    """What a cautious update takes of ``step``; ``share`` of it agrees in sign with ``grad``."""
     return step * (step * grad > 0) / share
 
 
-def _agreeing_share(update: Tensor, grad: Tensor, scratch: Scratch) -> Tensor:
-    n = update.numel()
+def agreeing_count(update: Tensor, grad: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """How many elements agree in sign: int64, without dimensions."""
+    if scratch is None:
+        scratch = Scratch(torch.float32, update.device)
     agreeing = torch.zeros((), dtype=torch.int64, device=update.device)
-    for start, stop in _cut(0, n):
+    for start, stop in _cut(0, update.numel()):
         step = load(update, start, stop, scratch.take("update", stop - start))
         sign = load(grad, start, stop, scratch.take("grad", stop - start))
         agreeing += torch.count_nonzero(step * sign > 0)
-    return (agreeing / n).clamp_(min=SMALLEST_SHARE)
+    return agreeing
+
+
+def agreeing_share(count: Tensor, total: int) -> Tensor:
+    """What a cautious update is divided by: the share of elements that agree, but not tiny."""
+    return (count / total).clamp_(min=SMALLEST_SHARE)
 
 
 def _floored(below: Tensor) -> Tensor:
@@ -193,7 +200,16 @@ def _bounded(values: Tensor, top: Tensor, limit: Scalar) -> Tensor:
     ``top`` [blocks, 1] are the momenta's magnitudes.
     """
     most = torch.full_like(top, torch.inf).masked_fill_(top.isfinite(), limit)
-    return values.clamp_(-most, most)
+    torch.minimum(values, most, out=values)  # many times faster than clamp
+    return torch.maximum(values, most.neg_(), out=values)
+
+
+def _finite(step: Tensor, top: Tensor) -> Tensor:
+    """``step`` [blocks, 1], which overflows for finite momenta to what is still a number.
+
+    What is infinite would make NaN of entries that are 0.
+    """
+    return _bounded(step, top, torch.finfo(step.dtype).max)
 
 
 def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
@@ -354,15 +370,17 @@ def _squares(
             yield part, top, bottom, left, right
 
 
-def _root(row: Tensor, column: Tensor, mean: Tensor, start: int, out: Tensor) -> None:
-    """``out`` ← sqrt(r cᵀ / mean) from element ``start`` on; zeros where ``mean`` is zero.
+def _root(
+    row: Tensor, column: Tensor, mean: Tensor, root2: Scalar, start: int, out: Tensor
+) -> None:
+    """``out`` ← sqrt(r cᵀ / mean) / root2 from element ``start`` on; zeros where mean is zero.
 
     As a product of two roots: r and c of small gradients would underflow if multiplied first.
     """
     mean = mean.masked_fill(mean == 0, 1)
     filled = 0
     for top, bottom, left, right in rectangles(start, start + len(out), len(column)):
-        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_()
+        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_().div_(root2)
         wide = column[left:right].to(out.dtype).sqrt()
         part = out[filled : filled + len(tall) * len(wide)].view(len(tall), len(wide))
         torch.mul(tall, wide, out=part)
