@@ -73,7 +73,7 @@ class GefenMuon(Options, QuantisedOptimizer):
       ``batched_ns_workspace_bytes``; the results are those of single ones.
     - ``stochastic_round``: as in :class:`~gefen.Gefen`.
     - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
-    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 256,
+    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 512,
       on every device; see :mod:`gefen.fp8`. ``fp8_ns_compile`` changes nothing: there is nothing
       to compile.
     - ``maximize`` and ``bf16_stochastic_round``: as in :class:`~gefen.Gefen`.

@@ -198,9 +198,9 @@ def _() -> None:
     found = {}
     for key, chosen in {"off": {}, "on": {"fp8_ns": True}}.items():
         for compiled in (True, False):
-            param = start((256, 256))
+            param = start((512, 512))
             optimizer = GefenMuon([param], fp8_ns_compile=compiled, **chosen)
-            found[key, compiled] = train(optimizer, param, gradients((256, 256), 1))
+            found[key, compiled] = train(optimizer, param, gradients((512, 512), 1))
     assert same(found["on", True], found["on", False])
     assert not same(found["on", True], found["off", True])
 
