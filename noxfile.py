@@ -115,6 +115,16 @@ def gate_tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def integrations(session: nox.Session) -> None:
+    """Train through transformers, accelerate, Lightning and DeepSpeed, and run their recipes."""
+    libraries = ("transformers", "accelerate", "lightning", "deepspeed")
+    install(session, "torch", "numpy", "pytest", "hatchling", "editables", *libraries)
+    install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
+    env = {"OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", "tests/integrations", *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def gate_selftest(session: nox.Session) -> None:
     """Gate sabotaged wheels, each to be refused; -- takes parts of their names, or phases."""
     install(session, *GATE, NVRTC, "pytest")

@@ -93,17 +93,17 @@ def installed() -> str:
     return "no gefen"
 
 
-def peer_python() -> Path:
-    """The interpreter of a cached environment with gefen-x and the pinned torch."""
+def peer_python(*more: str) -> Path:
+    """The interpreter of a cached environment with gefen-x, the pinned torch, and ``more``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "gefen-benchmarks" / PACKAGE
+    root = cache / "gefen-benchmarks" / "+".join((PACKAGE, *more))
     python = root / "bin" / "python"
     ready = root / "ready"
     if not ready.exists():
-        note(f"installing {PACKAGE} into {root}")
+        note(f"installing {' '.join((PACKAGE, *more))} into {root}")
         venv.create(root, clear=True, with_pip=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-        subprocess.run([*pip, PACKAGE, "torch"], check=True)
+        subprocess.run([*pip, PACKAGE, "torch", *more], check=True)
         ready.touch()
     return python
 

@@ -20,7 +20,7 @@ LARGEST_MOVE = 10.0
 BORDER = 1e-6
 """Distance from a threshold, relative to a block's magnitude, within which float32 may decide."""
 
-STANDARD = [(3.4445, -4.7750, 2.0315)] * 5
+STANDARD = (3.4445, -4.7750, 2.0315)
 TUNED3 = [(5.0067, -14.4125, 10.6001), (3.7534, -6.8083, 3.3840), (3.2080, -4.3501, 2.0330)]
 TUNED4 = [
     (5.4261, -15.5285, 11.2657),
@@ -233,7 +233,7 @@ def block_roots(history: list[Array], period: int, beta2: float) -> Array:
 
 
 def factored_roots(history: list[Array], shape: tuple[int, ...], beta2: float) -> Array:
-    """The same where rows and columns of a matrix have EMAs."""
+    """Likewise, where rows and columns of a matrix have EMAs."""
     r, c = np.zeros(shape[0]), np.zeros(shape[1])
     for grad in history:
         squares = (grad**2).reshape(shape)
@@ -381,17 +381,22 @@ class GefenMuon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         eps: float = 1e-7,
-        ns_schedule: Any = "standard",
+        ns_coefficients: tuple[float, float, float] = STANDARD,
+        ns_steps: int = 5,
+        ns_schedule: Any = None,
         adjust_lr_fn: str | None = None,
         normuon: bool = False,
         normuon_beta2: float = 0.95,
         normuon_eps: float = 1e-8,
+        cautious: bool = False,
         **chosen: Any,
     ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, beta=momentum, **chosen)
-        named = {"standard": STANDARD, "tuned3": TUNED3, "tuned4": TUNED4}
-        self.schedule = named[ns_schedule] if isinstance(ns_schedule, str) else ns_schedule
+        named = {None: [ns_coefficients] * ns_steps, "tuned3": TUNED3, "tuned4": TUNED4}
+        is_named = ns_schedule is None or isinstance(ns_schedule, str)
+        self.schedule = named[ns_schedule] if is_named else ns_schedule
         self.nesterov, self.eps, self.adjust_lr_fn = nesterov, eps, adjust_lr_fn
+        self.cautious = cautious
         self.normuon, self.normuon_beta2, self.normuon_eps = normuon, normuon_beta2, normuon_eps
         self.emas = {name: np.zeros(len(p)) for name, p in params.items()}
 
@@ -404,4 +409,7 @@ class GefenMuon(Optimizer):
             beta2, age = self.normuon_beta2, len(self.history[name])
             self.emas[name] = beta2 * self.emas[name] + (1 - beta2) * (x**2).mean(axis=1)
             x = even_rows(x, self.emas[name], 1 - beta2**age, self.normuon_eps)
+        if self.cautious:  # arXiv 2411.16085
+            agrees = x * grad > 0
+            x = x * agrees / max(agrees.mean(), 1e-3)
         return lr_ratio(grad.shape, self.adjust_lr_fn) * x

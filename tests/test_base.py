@@ -190,7 +190,7 @@ def test_codebook_is_refreshed_on_time() -> None:
 def value(state: dict[str, Any]) -> Tensor:
     """The momentum in blocks."""
     entries = state["codebook"][state["index"].long()].view(-1, state["period"])
-    return entries * state["magnitude"][:, None]
+    return entries * state["magnitude"].view(-1, 1)
 
 
 def test_refresh_keeps_the_momentum() -> None:

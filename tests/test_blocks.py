@@ -85,7 +85,9 @@ def test_runs_of_different_size_become_the_blocks(shape: tuple[int, ...]) -> Non
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(1, 12), min_size=2, max_size=3), st.integers(1, 11), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=3), st.integers(1, 11), st.integers(0, 99)
+)
 def test_parts_of_whole_rows_add_up(shape: list[int], first: int, seed: int) -> None:
     """What ranks that each have some rows choose together is what one with all of them does."""
     grad = noise(*shape, seed=seed)

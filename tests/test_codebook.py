@@ -252,6 +252,20 @@ def test_few_bins_become_the_entries() -> None:
     assert torch.equal(book[3:-1], centre[1].expand(252))
 
 
+def test_of_two_entries_equally_near_the_lower_becomes_zero() -> None:
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[[0, BINS // 2 - 1, BINS // 2, BINS - 1]] = 1
+    assert solve(counts)[1:3].tolist() == [0.0, 1 / BINS]
+
+
+def test_entries_stay_sorted_where_many_are_nearest_to_zero() -> None:
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[[5, 1000]] = 1
+    book = solve(counts)
+    assert (book.diff() >= 0).all()
+    assert (book == 0).sum() == 1
+
+
 def test_zero_gradients_keep_a_codebook_with_zero() -> None:
     book = solve(torch.zeros(BINS, dtype=torch.int64))
     assert set(book.tolist()) == {-1.0, 0.0, 1.0}

@@ -427,6 +427,7 @@ def test_shows_its_halves() -> None:
     ]
     assert "Parameter Group 2 (Backup)\n    betas" in text
     assert "    lr: 0.25\n" in text
+    assert "inner" not in text
     assert "    lr: 0.5\n" in text
     vectors = [("norm.bias", net().norm.bias)]
     text = repr(GefenMuonHybrid(vectors, lr=0.1, backup_optimizer="adamw"))

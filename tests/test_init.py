@@ -109,6 +109,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "*": None,
         "sides": None,  # not of gefen-x
     },
+    "prepare_load": {"model": REQUIRED, "optimizer": REQUIRED, "checkpoint": REQUIRED},
     "routing_table": {  # not of gefen-x
         "model": REQUIRED,
         "backup_substrings": ("embed", "wte", "wpe", "lm_head", "classifier", "score"),
@@ -144,6 +145,7 @@ def test_public_names() -> None:
         "GefenMuonHybrid",
         "__version__",
         "kernels",
+        "prepare_load",
         "routing_table",
         "split_params_for_muon",
         "validate_split",

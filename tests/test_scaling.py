@@ -68,3 +68,95 @@ def test_the_hybrid_refuses_a_bad_gradient_under_a_scaler() -> None:
     with pytest.raises(UnsupportedParameterError, match=r"1\.bias"):
         scaler.step(optimizer)
     assert snapshot(net, optimizer) == before
+
+
+KINDS = ["gefen", "gefen-stochastic", "muon", "hybrid"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_parameters(kind: str) -> None:
+    """An overflow changes nothing; small gradients count, which float16 would lose unscaled."""
+    net, plain = model(torch.float16), model(torch.float16)
+    optimizer, other = OPTIMIZERS[kind](net), OPTIMIZERS[kind](plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    scaler.scale(torch.ones(()))
+    for number in range(6):
+        scaled_gradients(net, number, 1e-4)
+        overflow = number in (0, 3)
+        if overflow:
+            net[1].weight.grad[2, 3] = torch.inf
+        before, scale = snapshot(net, optimizer), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert snapshot(net, optimizer) == before
+            assert scaler.get_scale() == scale / 2
+            continue
+        for param, its in zip(net.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None
+            its.grad = (param.grad.float() / scale).half()
+        # Float16 holds these gradients to no more than 3 bits: the scaled run has them whole.
+        other.step()
+    weight, without = net[1].weight.detach(), plain[1].weight.detach()
+    assert weight.isfinite().all()
+    assert not torch.equal(weight, without)
+    assert (weight - model(torch.float16)[1].weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_steps_are_those_of_gradients_unscaled_in_float32(kind: str) -> None:
+    """A power of two scales without rounding, so the same step without a scaler is exact."""
+    net, plain = model(torch.float16), model(torch.float16)
+    optimizer, other = OPTIMIZERS[kind](net), OPTIMIZERS[kind](plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler.scale(torch.ones(()))
+    for number in range(4):
+        step(plain, other, number)
+        scaled_gradients(net, number, 16.0)
+        kept = [param.grad.clone() for param in net.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, kept, [param.grad for param in net.parameters()]))
+    for param, its in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, its, rtol=2e-3, atol=2e-3)
+    step(net, optimizer, 9)  # without a scaler again
+    step(plain, other, 9)
+
+
+def test_a_failing_float16_step_can_be_repeated() -> None:
+    net = model(torch.float16)
+    optimizer = OPTIMIZERS["hybrid"](net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaled_gradients(net, 0, 4.0)
+    optimizer.param_groups[0]["lr"] = "much"
+    before = snapshot(net, optimizer)
+    with pytest.raises(InvalidArgumentError, match="lr='much'"):
+        scaler.step(optimizer)
+    assert snapshot(net, optimizer) == before
+    optimizer.param_groups[0]["lr"] = 1e-2
+    scaler.step(optimizer)
+    scaler.update()
+    assert snapshot(net, optimizer) != before
+
+
+def test_adamw_cannot_unscale_float16() -> None:
+    net = model(torch.float16)
+    optimizer = OPTIMIZERS["hybrid-adamw"](net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaled_gradients(net, 0, 4.0)
+    before = snapshot(net, optimizer)
+    with pytest.raises(InvalidArgumentError, match="backup_optimizer='gefen'"):
+        scaler.step(optimizer)
+    assert snapshot(net, optimizer) == before
+
+
+def test_clipping_float16_gradients_is_left_to_torchs_error() -> None:
+    net = model(torch.float16)
+    optimizer = OPTIMIZERS["gefen"](net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaled_gradients(net, 0, 4.0)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)

@@ -155,8 +155,13 @@ class Undeclared(Declared):
 
 def declared() -> nn.Module:
     heads = nn.ModuleList([linear(20, 8), linear(20, 8)])
+    lost = Declared(linear(20, 8))
+    del lost.lm_loss
     return tree(
-        one=Declared(linear(20, 8)), several=Declared(heads), none=Undeclared(linear(9, 8))
+        one=Declared(linear(20, 8)),
+        several=Declared(heads),
+        none=Undeclared(linear(9, 8)),
+        lost=lost,
     )
 
 
@@ -229,7 +234,7 @@ MUON = {
     swin: "qkv",
     t5: "q",
     bert: "query output.dense intermediate pooler transform",
-    declared: "one.inner several.inner none.inner none.lm_loss",
+    declared: "one.inner several.inner none.inner none.lm_loss lost.inner",
     tables: "",
     torchs_own: "in_proj_weight out_proj lstm.weight_ih_l0 lstm.weight_hh_l0",
     loose: "w W_q w1 x_proj kernel gate_weight",

@@ -176,7 +176,7 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _work(self, slot: Slot, grad: Tensor, settings: dict[str, Any]) -> Work:
         layout = self._layout(slot)
-        shared = layout.cut and self._is_shared(slot)
+        shared = layout.cut and self._is_shared(slot.group, slot.param)
         return Work(slot, held(slot.param), held(grad), settings, layout, shared)
 
     def _layout(self, slot: Slot) -> Layout:
@@ -189,12 +189,17 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             known = self._layouts[param] = form, layout_of(param, slot.name)
         return known[1]
 
-    def _is_shared(self, slot: Slot) -> bool:
+    def _is_shared(self, group: Mapping[str, Any], param: Tensor) -> bool:
         """Whether ranks that have parts of a parameter step it together."""
-        return is_shared(slot.param)
+        return is_shared(param)
 
     def _shares(self) -> bool:
-        return any(self._is_shared(slot) for slot in slots(self.param_groups))
+        # Most optimizers have plain parameters, which is seen at once.
+        return any(
+            self._is_shared(group, param)
+            for group in self.param_groups
+            for param in filter(is_dtensor, group["params"])
+        )
 
     def _agreement(self) -> Agreement | None:
         return self._joint_agreement() if self._shares() else None
@@ -495,7 +500,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
             return False
         if self._wants_codebook():
             return True
-        shared = (slot.param for slot in slots(self.param_groups) if self._is_shared(slot))
+        pairs = ((group, param) for group in self.param_groups for param in group["params"])
+        shared = (param for group, param in pairs if self._is_shared(group, param))
         entries = (self.state.get(p) or {} for p in shared if p.grad is not None)
         return any(entry.get(PERIOD, UNDECIDED) == UNDECIDED for entry in entries)
 

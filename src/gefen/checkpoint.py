@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gefen.blocks import UNDECIDED
 from gefen.codebook import is_blank
+from gefen.convert import from_gefen_x
 from gefen.errors import CheckpointError, GefenError, InvalidArgumentError
 from gefen.half import Half
 from gefen.layout import copied_to, distributed_like
@@ -116,6 +117,7 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 replaced = pre_hook(self, given)
                 given = given if replaced is None else replaced
+            given = from_gefen_x(given, self.param_groups) or given
             self._publish(*_read(given, self.param_groups, self._halves()))
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)

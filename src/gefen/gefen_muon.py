@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -150,7 +150,8 @@ class GefenMuon(Options, QuantisedOptimizer):
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
         shape = tuple(slot.param.shape)
-        if self.capturable and self._is_shared(slot):
+        shared = self._is_shared(slot.group, slot.param)
+        if self.capturable and shared:
             raise UnsupportedFeatureError(
                 f"Parameter {slot.name!r} is stepped by several ranks together, which "
                 "capturable=True cannot: pass sharded_mode='approx' or capturable=False"
@@ -161,7 +162,7 @@ class GefenMuon(Options, QuantisedOptimizer):
                 "of them, only; use GefenMuonHybrid, or give the others to Gefen"
             )
         # How others lie is looked at in a step, of which all ranks hear.
-        alone = is_shared(slot.param) and not self._is_shared(slot)
+        alone = is_shared(slot.param) and not shared
         if alone and self._layout(slot).gathered:
             raise UnsupportedParameterError(
                 f"Parameter {slot.name!r} has placements {slot.param.placements}: "  # type: ignore[attr-defined]
@@ -187,8 +188,8 @@ class GefenMuon(Options, QuantisedOptimizer):
         super()._count(works)
         advance([work.entry for work in works if work.settings["normuon"]], NORMUON_STEP)
 
-    def _is_shared(self, slot: Slot) -> bool:
-        return slot.group["sharded_mode"] != "approx" and is_shared(slot.param)
+    def _is_shared(self, group: Mapping[str, Any], param: Tensor) -> bool:
+        return group["sharded_mode"] != "approx" and is_shared(param)
 
     def _sharded_mode(self, slot: Slot) -> str:
         mode: str = slot.group["sharded_mode"]
@@ -317,6 +318,5 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
 def _workspace(param: Tensor) -> int:
     """Bytes of an iteration: for each matrix, two bfloat16 copies of it and of its Gram matrix."""
     rows, columns = param.shape[-2:]
-    return (
-        4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
-    )
+    matrices = param.numel() // max(rows * columns, 1)
+    return 4 * matrices * (rows * columns + min(rows, columns) ** 2)

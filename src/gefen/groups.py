@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gefen import hyperparameters as check
 from gefen.errors import InvalidArgumentError
+from gefen.group_keys import GEFEN_X_BETAS
 from gefen.routing import Decided, NamedParams, decided, halves, pairs, validate_split
 from gefen.sides import BACKUP, MUON, Sides, check_all_meant
 
@@ -66,6 +67,7 @@ class Router:
             settings = self._settings(group)
             routes = decided(group["params"], self.substrings, self.sides)
             muon, backup = halves(routes)
+            self._check_betas(group, backup)
             found.muon.extend(_with(muon, settings[MUON]))
             found.backup.extend(self._by_decay(backup, settings[BACKUP]))
             found.routes.extend(routes)
@@ -73,15 +75,21 @@ class Router:
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What a group sets for each half, valid even where that gets none of its parameters."""
-        own = {f"{half}_{rate}" for half in self.checks for rate in RATES}
-        known = UNCHECKED.union(own, *self.checks.values())
-        for key in group:
-            if key not in known:
-                raise InvalidArgumentError(
-                    f"Invalid {key} in a parameter group: a group sets "
-                    f"{', '.join(sorted(known - UNCHECKED))}; all else is for the constructor"
-                )
-        return {half: self._settings_of(half, group) for half in self.checks}
+        rates = {f"{half}_{rate}" for half in self.checks for rate in RATES}
+        known = UNCHECKED.union(rates, *self.checks.values())
+        # Each half says what it thinks of keys that none of them knows.
+        others = {key: value for key, value in group.items() if key not in known}
+        betas = {key: others.pop(key) for key in GEFEN_X_BETAS if key in others}
+        own = {MUON: others, BACKUP: others | betas}
+        return {half: own[half] | self._settings_of(half, group) for half in self.checks}
+
+    def _check_betas(self, group: Mapping[str, Any], backup: NamedParams) -> None:
+        given = sorted(group.keys() & GEFEN_X_BETAS)
+        if given and not backup:
+            raise InvalidArgumentError(
+                f"Invalid {given[0]} in a parameter group: all of its parameters go to Muon, "
+                "which has momentum instead"
+            )
 
     def _settings_of(self, half: str, group: Mapping[str, Any]) -> dict[str, Any]:
         checks = self.checks[half]

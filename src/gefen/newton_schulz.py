@@ -125,9 +125,13 @@ def orthogonalise(u: Tensor, schedule: Schedule, eps: float, eight_bit: bool = F
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
-    """``x`` (bfloat16) over its Frobenius norm, itself rounded to bfloat16."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    return x / norm.bfloat16().clamp_(min=eps)
+    """``x`` (bfloat16) over its Frobenius norm.
+
+    The norm is not rounded: schedules such as tuned3 blow up singular values above 1. Its squares
+    would overflow float32 where gradients are about 1e18.
+    """
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    return (x.float() / norm.float().clamp_(min=eps)).bfloat16()
 
 
 def _iterate_bfloat16(x: Tensor, schedule: Schedule) -> Tensor:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gefen import capture
 from gefen.errors import InvalidArgumentError
 from gefen.parameters import local, slots
+
+if TYPE_CHECKING:
+    from gefen.work import Work
 
 CONTROLS = ("grad_scale", "found_inf")
 
@@ -31,12 +35,25 @@ def forgotten_on_failure(optimizer: Any) -> Iterator[None]:
 
 
 def refuse_controls(optimizer: Any) -> None:
-    """Raise where an optimizer that leaves unscaling to the scaler was given scaled gradients."""
+    """Raise where an optimizer that leaves unscaling to the scaler was given scaled gradients.
+
+    One with float16 parameters does not leave it: its halves are told what the scaler found.
+    """
+    takes = has_float16(optimizer)
+    for half in optimizer._halves():
+        half._scaled_by = optimizer if takes else None
     for name in CONTROLS:
-        if getattr(optimizer, name, None) is not None:
+        if getattr(optimizer, name, None) is None:
+            continue
+        if not takes:
             raise InvalidArgumentError(
                 f"{name} is set, but this optimizer takes unscaled gradients: delete it, and "
                 "step through torch.amp.GradScaler.step()"
+            )
+        if any(isinstance(half, torch.optim.AdamW) for half in optimizer._halves()):
+            raise InvalidArgumentError(
+                f"{name} is set: torch's AdamW cannot unscale beside float16 parameters; pass "
+                "backup_optimizer='gefen', or step float32 copies of the parameters"
             )
 
 
@@ -48,6 +65,36 @@ def has_overflowed(optimizer: Any) -> bool:
             "grad_scale is set without found_inf: step through torch.amp.GradScaler.step()"
         )
     return found is not None and bool(local(torch.as_tensor(found)) > 0)
+
+
+def has_float16(optimizer: Any) -> bool:
+    """Whether there are float16 parameters, whose gradients a scaler refuses to unscale."""
+    groups = optimizer.param_groups
+    return any(param.dtype == torch.float16 for group in groups for param in group["params"])
+
+
+def unscaled(optimizer: Any, works: list[Work]) -> list[Work]:
+    """The works with their gradients unscaled; none of them where the scaler found an infinity.
+
+    Gradients are copied in the dtype of the arithmetic: divided in float16, small ones were lost.
+    ``.grad`` of the parameters stays scaled.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None and getattr(optimizer, "found_inf", None) is None:
+        return works
+    if capture.under_way():
+        raise InvalidArgumentError(
+            "grad_scale is set in a captured step: gradients of float16 parameters cannot be "
+            "unscaled there; capture float32 or bfloat16 parameters"
+        )
+    if has_overflowed(optimizer):
+        return []
+    if scale is not None:
+        inverse = float(local(torch.as_tensor(scale)).double().reciprocal().float())
+        for work in works:
+            wide = torch.float64 if work.grad.dtype == torch.float64 else torch.float32
+            work.grad = work.grad.to(wide, copy=True).mul_(inverse)
+    return works
 
 
 class Unscaling:

@@ -114,7 +114,7 @@ def _heads_that_are_declared(model: nn.Module) -> dict[int, str]:
         ask = getattr(module, "get_output_embeddings", None)
         try:
             head = ask() if callable(ask) else None
-        except NotImplementedError:
+        except (NotImplementedError, AttributeError):  # it has none, or lost it
             continue
         if isinstance(head, nn.Module):
             why = "output head: get_output_embeddings() returns its module"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ class AsStateful:
 class Full:
     """One file with everything, read by every rank."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def save(cls, net: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -118,7 +118,7 @@ class Full:
 
 
 class Broadcast(Full):
-    options = {"broadcast_from_rank0": True}
+    options: ClassVar[dict[str, Any]] = {"broadcast_from_rank0": True}
 
 
 class Converted(Dcp):

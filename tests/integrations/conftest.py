@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "distributed")]
-os.environ["HF_HUB_OFFLINE"] = "1"
-from ranks import RankPool
+sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import RankPool  # noqa: E402
+
+BUILT = Path(sys.prefix) / "torch_extensions"
+# What DeepSpeed compiles is kept with the environment that it is for.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": str(BUILT)}
 
 
 def pytest_configure(config: Any) -> None:
@@ -25,3 +31,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """Let DeepSpeed compile its all_reduce for CPUs once, not while a case's time runs."""
+    for lock in BUILT.rglob("lock"):
+        lock.unlink()  # of a session that was ended; this environment is used by one at a time
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([sys.executable, "-c", build], check=True, timeout=500)

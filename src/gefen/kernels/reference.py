@@ -2,7 +2,8 @@
 
 Everything runs in chunks of at most ``CHUNK`` elements, so that the temporary memory of a step
 does not grow with the largest tensor. A parameter whose dtype is not that of the arithmetic is
-rounded after weight decay and after the update, as torch.optim rounds.
+rounded after weight decay and after the update, as torch.optim rounds, unless a task says
+otherwise.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ struct Block : Quantised<Block> {
         fresh = {__uint_as_float(peak.top), fmaf(peak.total, task.share, old.v * task.beta2)};
         const float below = floored(sqrtf(fresh.v) / task.root2 + task.eps);
         float step = fresh.magnitude * task.rate / below;
-        // Finite for finite momenta: no entry may become NaN for being 0.
-        if (fabsf(step) > LARGEST && fresh.magnitude <= LARGEST) step = copysignf(LARGEST, step);
+        // Then no entry becomes NaN for being 0. An infinite magnitude has come with an infinite
+        // second moment, so that its step is NaN.
+        if (fabsf(step) > LARGEST) step = copysignf(LARGEST, step);
         return {old.magnitude, fresh.magnitude, step, 0.0f};
     }
 
@@ -21,14 +22,18 @@ struct Block : Quantised<Block> {
         float param[WIDTH];
         packed.unpack(task.param.kind, param);
         decay(task, param);
+        bool far = false;  // entries are at most 1
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) {
-            // Entries are at most 1.
-            if (fabsf(step[j]) > task.reach && fabsf(step[j]) <= LARGEST) {
-                param[j] -= bounded(task, entry[j] * step[j]);
-            } else {
-                param[j] = fmaf(-entry[j], step[j], param[j]);
+        for (int j = 0; j < WIDTH; ++j) far |= fabsf(step[j]) > task.reach;
+        if (__builtin_expect(far, false)) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) {
+                const float move = entry[j] * step[j];
+                param[j] -= fabsf(step[j]) > task.reach ? bounded(task, move) : move;
             }
+        } else {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) param[j] = fmaf(-entry[j], step[j], param[j]);
         }
         write_param(task, place, param);
     }
