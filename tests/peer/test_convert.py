@@ -32,26 +32,6 @@ def rebuilt(kind: str) -> tuple[dict[str, nn.Parameter], Any, dict[str, Any]]:
     return params, cases.make(kind, params), found
 
 
-def load(optimizer: Any, saved: dict[str, Any]) -> None:
-    converted = from_gefen_x(saved, optimizer.param_groups)
-    assert converted is not None
-    optimizer.load_state_dict(flattened(converted))
-
-
-def flattened(converted: dict[str, Any]) -> dict[str, Any]:
-    """With state as vectors, where this version still has it so."""
-    param = nn.Parameter(torch.ones(2, 8))
-    probe = Gefen([param])
-    param.grad = torch.ones(2, 8)
-    probe.step()
-    if probe.state[param]["index"].dim() == 2:
-        return converted
-    for entry in converted["state"].values():
-        for key in entry.keys() & {"index", "magnitude", "v"}:
-            entry[key] = entry[key].reshape(-1)
-    return converted
-
-
 @pytest.mark.parametrize("kind", cases.MAKERS)
 def test_a_run_goes_on_as_gefen_x_would(kind: str) -> None:
     """20 steps on, against gefen-x itself.
@@ -59,7 +39,7 @@ def test_a_run_goes_on_as_gefen_x_would(kind: str) -> None:
     Muon multiplies in bfloat16 in another order.
     """
     params, optimizer, found = rebuilt(kind)
-    load(optimizer, found["state_dict"])
+    optimizer.load_state_dict(found["state_dict"])
     cases.train(optimizer, kind, params, AFTER)
     groups = [group for group in optimizer.param_groups if "momentum" in group]
     by_muon = {id(param) for group in groups for param in group["params"]}
@@ -125,14 +105,17 @@ def test_layout_of_factored_and_normuon() -> None:
 
 def test_settings_and_names() -> None:
     _, optimizer, found = rebuilt("gefen")
-    load(optimizer, found["state_dict"])
+    for group in optimizer.param_groups:
+        group.update(lr=0.5, betas=(0.1, 0.2), eps=1e-3)
+    optimizer.load_state_dict(found["state_dict"])
     first, second = optimizer.param_groups
+    assert (first["eps"], second["lr"]) == (1e-8, 1e-2)
     assert (first["lr"], first["betas"], second["betas"]) == (3e-3, (0.9, 0.999), (0.8, 0.97))
     assert first["param_names"][0] == "Block.Embed.weight"
     assert not {key for key in first if "gefen" in key or key in ("beta1", "name")}
     _, muon, found = rebuilt("muon")
     muon.param_groups[0].update(ns_schedule=None, momentum=0.5)
-    load(muon, found["state_dict"])
+    muon.load_state_dict(found["state_dict"])
     group = muon.param_groups[0]
     assert (len(group["ns_schedule"]), group["momentum"], group["lr"]) == (4, 0.95, 1e-2)
 
@@ -142,7 +125,7 @@ def test_what_gefen_x_does_not_save_stays() -> None:
     pairs = list(params.items())
     groups = [{"params": pairs[:3]}, {"params": pairs[3:]}]
     optimizer = Gefen(groups, stochastic_round=True, force_1d_period_one=True)
-    load(optimizer, found["state_dict"])
+    optimizer.load_state_dict(found["state_dict"])
     group = optimizer.param_groups[0]
     assert (group["stochastic_round"], group["force_1d_period_one"]) == (True, True)
 
@@ -150,7 +133,7 @@ def test_what_gefen_x_does_not_save_stays() -> None:
 def test_deterministic_is_compared() -> None:
     params, _, found = rebuilt("gefen-deterministic")
     with pytest.raises(CheckpointError, match=r"deterministic=True.*deterministic=False"):
-        load(Gefen(params.items()), found["state_dict"])
+        Gefen(params.items()).load_state_dict(found["state_dict"])
 
 
 def test_a_younger_second_moment() -> None:
@@ -165,7 +148,7 @@ def test_a_younger_second_moment() -> None:
     assert ages == [2, 3, 5]
     moment = converted["state"][0]["v"] / (1 - 0.999**5)
     torch.testing.assert_close(moment.flatten(), theirs["vmean"].flatten() / (1 - 0.999**3))
-    load(optimizer, found["state_dict"])
+    optimizer.load_state_dict(found["state_dict"])
 
 
 def test_tensors_that_count_become_numbers() -> None:
@@ -185,7 +168,7 @@ def test_before_the_first_step() -> None:
     saved = copy.deepcopy(found["state_dict"])
     saved |= {"gefen_codebook": None, "gefen_global_step": 0}
     saved["state"] = {key: {"name": "x"} for key in saved["state"]}
-    load(optimizer, saved)
+    optimizer.load_state_dict(saved)
     assert not optimizer.state
 
 

@@ -14,8 +14,11 @@ from typing import Any
 import cases
 import pytest
 import torch
-from test_convert import load, rebuilt, recorded
+import torch.distributed as dist
+from test_convert import rebuilt, recorded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from training import gradients, start, train
 from workload import model
 
@@ -71,7 +74,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 def _() -> None:
     for kind in (Gefen, GefenMuon, GefenMuonHybrid):
         found = list(inspect.signature(kind).parameters)
-        assert found[-2:] == ["maximize", "bf16_stochastic_round"]  # the rest: test_init.py
+        new = ["maximize", "bf16_stochastic_round", *["sides"][: kind is GefenMuonHybrid]]
+        assert found[-len(new) :] == new  # the rest: test_init.py
 
 
 @row("`fused=True`")
@@ -277,7 +281,7 @@ def _() -> None:
 def goes_on(kind: str, tolerance: float | None) -> Any:
     """More of it is in test_convert.py."""
     net, optimizer, found = rebuilt(kind)
-    load(optimizer, found["state_dict"])
+    optimizer.load_state_dict(found["state_dict"])
     cases.train(optimizer, kind, net, range(cases.BEFORE, cases.BEFORE + cases.AFTER))
     for name, param in net.items():
         off = (param.detach() - found["after"][name]).abs().max()
@@ -286,13 +290,33 @@ def goes_on(kind: str, tolerance: float | None) -> Any:
     return optimizer
 
 
+@row("either, loaded under FSDP2")
+def _() -> None:
+    """On two ranks, with the steps that follow, in tests/distributed/test_gefen_x.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net, _, found = rebuilt("gefen-deterministic")
+        spread = {
+            name: nn.Parameter(distribute_tensor(param.detach(), mesh))
+            for name, param in net.items()
+        }
+        optimizer = Gefen(spread.items(), deterministic=True)
+        optimizer.load_state_dict(found["state_dict"])
+        saved = found["state_dict"]["state"][0]["automatic_period"]
+        assert saved == 24
+        assert optimizer.state[spread["Block.Embed.weight"]]["period"] == 12
+    finally:
+        dist.destroy_process_group()
+
+
 @row("`factored_v_2d` and others that it does not save")
 def _() -> None:
     net, _, found = rebuilt("gefen-deterministic")
     saved = found["state_dict"]
     assert "factored_v_2d" not in saved["param_groups"][0]
     optimizer = Gefen(net.items(), factored_v_2d=False, deterministic=True)
-    load(optimizer, saved)
+    optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["factored_v_2d"] is False
 
 
@@ -301,7 +325,7 @@ def _() -> None:
     _, optimizer, found = rebuilt("gefen")
     found["state_dict"]["state"][0] = {"name": 0, "_gefen_rank_local_member": True}
     with pytest.raises(CheckpointError, match="gefen-x"):
-        load(optimizer, found["state_dict"])
+        optimizer.load_state_dict(found["state_dict"])
 
 
 @row("`deterministic` in checkpoints")
@@ -315,7 +339,7 @@ def _() -> None:
 @row("`GefenDCPState`, `GefenSavePlanner`, `GefenFileSystemWriter`")
 def _() -> None:
     for name in ("GefenDCPState", "GefenSavePlanner", "GefenFileSystemWriter"):
-        with pytest.raises(UnsupportedFeatureError, match=r"torch\.distributed\.checkpoint"):
+        with pytest.raises(UnsupportedFeatureError, match=r"gefen\.prepare_load"):
             getattr(gefen, name)()
 
 
