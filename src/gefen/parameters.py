@@ -256,8 +256,13 @@ def _check_format(tensor: Tensor, label: str) -> None:
         raise UnsupportedParameterError(f"{label} has dtype {tensor.dtype}: must be {allowed}")
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; imports nothing, as one cannot exist before its module."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -278,5 +283,7 @@ def local(tensor: Any) -> Tensor:
 
 def held(tensor: Any) -> Tensor:
     """What this rank holds of a tensor that needs no gradient; shares the memory."""
-    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    part: Tensor = tensor.to_local()
     return part
