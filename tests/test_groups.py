@@ -158,7 +158,7 @@ def test_settings_that_no_group_has_are_named() -> None:
     groups = GefenMuonHybrid([own], lr=0.1).param_groups
     assert [group["lr_scale"] for group in groups] == [0.5, 0.5]
     # Each half has its own: torch's AdamW has no blocks.
-    group = {"params": net().named_parameters(), "force_1d_period_one": True}
+    group = {"params": list(net().named_parameters()), "force_1d_period_one": True}
     GefenMuonHybrid([group], lr=0.1)
     with pytest.raises(InvalidArgumentError, match="force_1d_period_one"):
         GefenMuonHybrid([group], lr=0.1, backup_optimizer="adamw")

@@ -85,8 +85,8 @@ class Router:
         misplaced = sorted(group.keys() & OF_CONSTRUCTOR)
         if misplaced:
             raise InvalidArgumentError(
-                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it holds "
-                "for all groups"
+                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
+                "holds for all groups"
             )
         rates = {f"{half}_{rate}" for half in self.checks for rate in RATES}
         known = UNCHECKED.union(rates, *self.checks.values())

@@ -51,8 +51,8 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     backup's; the rest are those of :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" or
     "adamw" (torch's, whose state has the parameters' dtypes).
 
-    gefen-x has ``ns_schedule="tuned3"`` and ``backup_factored_v_2d=False``, with which small models
-    train worse than with Muon and AdamW: see ``docs/convergence.md``.
+    gefen-x has ``ns_schedule="tuned3"`` and ``backup_factored_v_2d=False``, with which small
+    models train worse than with Muon and AdamW: see ``docs/convergence.md``.
 
     ``param_groups`` are Muon's, in the order given, then the backup's; they and ``state`` are
     those of both halves: schedulers, GradScaler and hooks treat this as one optimizer. With
