@@ -151,7 +151,7 @@ class Gefen(Options, QuantisedOptimizer):
                 "stochastic_round",
                 True,
                 "False with deterministic=True and factored_v_2d=True, as in gefen-x; or pass "
-                "factored_v_2d=False",
+                "factored_v_2d=False (of a hybrid, backup_factored_v_2d=False)",
             )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:

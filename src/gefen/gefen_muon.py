@@ -317,6 +317,5 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
 def _workspace(param: Tensor) -> int:
     """Bytes of an iteration: for each matrix, two bfloat16 copies of it and of its Gram matrix."""
     rows, columns = param.shape[-2:]
-    return (
-        4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
-    )
+    matrices = param.numel() // max(rows * columns, 1)
+    return 4 * matrices * (rows * columns + min(rows, columns) ** 2)

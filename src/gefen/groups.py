@@ -22,6 +22,12 @@ UNCHECKED = frozenset({"params", "initial_lr"})
 """What a group may hold besides settings; schedulers resume from its ``initial_lr``."""
 
 
+OF_CONSTRUCTOR = frozenset(
+    ("fused", "deterministic", "verbose", "codebook_refresh_every", "param_names")
+)
+"""What no group may hold: names come with the pairs."""
+
+
 class Halves(NamedTuple):
     """Groups of both halves, and why their parameters are there."""
 
@@ -76,9 +82,15 @@ class Router:
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What a group sets for each half, valid even where that gets none of its parameters."""
+        misplaced = sorted(group.keys() & OF_CONSTRUCTOR)
+        if misplaced:
+            raise InvalidArgumentError(
+                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
+                "holds for all groups"
+            )
         rates = {f"{half}_{rate}" for half in self.checks for rate in RATES}
         known = UNCHECKED.union(rates, *self.checks.values())
-        # Each half says what it thinks of keys that none of them knows.
+        # Keys that none knows are the user's own, unless a half has something against them.
         others = {key: value for key, value in group.items() if key not in known}
         betas = {key: others.pop(key) for key in GEFEN_X_BETAS if key in others}
         own = {MUON: others, BACKUP: others | betas}

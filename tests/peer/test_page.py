@@ -74,8 +74,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 def _() -> None:
     for kind in (Gefen, GefenMuon, GefenMuonHybrid):
         found = list(inspect.signature(kind).parameters)
-        new = ["maximize", "bf16_stochastic_round", *["sides"][: kind is GefenMuonHybrid]]
+        new = ["maximize", "bf16_stochastic_round"]
+        if kind is GefenMuonHybrid:
+            new += ["sides", "backup_factored_v_2d"]
         assert found[-len(new) :] == new  # the rest: test_init.py
+    defaults = inspect.signature(GefenMuonHybrid).parameters
+    assert defaults["ns_schedule"].default == "standard"
+    assert defaults["backup_factored_v_2d"].default is True
 
 
 @row("`fused=True`")

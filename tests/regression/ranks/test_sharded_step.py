@@ -1,4 +1,4 @@
-"""A step of sharded parameters is that of one process, in all bits for matrices on the CPU."""
+"""A step of sharded parameters is that of one process; Muon's in all bits on the CPU."""
 
 from __future__ import annotations
 
