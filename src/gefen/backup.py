@@ -34,11 +34,11 @@ class BackupAdamW(KnownKeys, torch.optim.AdamW):
         "betas": check.betas,
         "eps": check.divisor,
         "weight_decay": check.at_least_zero,
+        "maximize": check.flag,
     }
 
     torchs_checks: ClassVar[dict[str, check.Check]] = {
         "amsgrad": check.unavailable,
-        "maximize": check.flag,
         "foreach": check.one_of(None, False, True),
         "capturable": check.flag,
         "differentiable": check.unavailable,

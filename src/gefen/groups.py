@@ -23,7 +23,10 @@ UNCHECKED = frozenset({"params", "initial_lr"})
 
 
 OF_CONSTRUCTOR = frozenset(
-    ("fused", "deterministic", "verbose", "codebook_refresh_every", "param_names")
+    (
+        *("fused", "deterministic", "capturable", "verbose", "codebook_refresh_every"),
+        "param_names",
+    )
 )
 """What no group may hold: names come with the pairs."""
 

@@ -275,7 +275,7 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
                 "bf16_stochastic_round=True with backup_optimizer='adamw': torch's AdamW rounds "
                 "to the nearest; pass backup_optimizer='gefen'"
             )
-        checks = {**BackupAdamW.checks, "capturable": check.flag, "maximize": check.flag}
+        checks = {**BackupAdamW.checks, "capturable": check.flag}
         return _maker(BackupAdamW, checks, given | own)
     own["factored_v_2d"] = check.flag("backup_factored_v_2d", given["backup_factored_v_2d"])
     return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)

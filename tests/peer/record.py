@@ -1,4 +1,4 @@
-"""Records data/ with gefen-x, in an environment that has it and not this package:
+"""Records tests/regression/golden/gefen-x, in an environment that has it and not this package:
 
 python -m venv /tmp/peer && /tmp/peer/bin/pip install torch==2.13.0 gefen-x==0.5.0
 /tmp/peer/bin/python tests/peer/record.py
@@ -7,15 +7,16 @@ python -m venv /tmp/peer && /tmp/peer/bin/pip install torch==2.13.0 gefen-x==0.5
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import AFTER, BEFORE, MAKERS, make, start, train
 
-DATA = Path(__file__).parent / "data"
+sys.path.insert(0, str(Path(__file__).parents[1] / "regression" / "single"))
+from gefen_x_runs import AFTER, BEFORE, DATA, MAKERS, make, start, train
 
 
 def values(params: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases
+import gefen_x_runs as cases
 import pytest
 import torch
 import torch.distributed as dist
-from test_convert import rebuilt, recorded
+from gefen_x_runs import rebuilt, recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -284,7 +284,7 @@ def _() -> None:
 
 
 def goes_on(kind: str, tolerance: float | None) -> Any:
-    """More of it is in test_convert.py."""
+    """More of it is in tests/regression/single/test_from_gefen_x.py."""
     net, optimizer, found = rebuilt(kind)
     optimizer.load_state_dict(found["state_dict"])
     cases.train(optimizer, kind, net, range(cases.BEFORE, cases.BEFORE + cases.AFTER))

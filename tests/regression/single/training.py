@@ -25,14 +25,16 @@ def gradients(shape: tuple[int, ...], steps: int, dtype: torch.dtype = F32) -> l
 
 def train(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
     for grad in grads:
-        param.grad = grad
+        param.grad = grad.to(param.device)
         optimizer.step()
     return param.detach()
 
 
-def start(shape: tuple[int, ...], dtype: torch.dtype = F32) -> nn.Parameter:
+def start(
+    shape: tuple[int, ...], dtype: torch.dtype = F32, device: torch.device | str = "cpu"
+) -> nn.Parameter:
     generator = torch.Generator().manual_seed(7)
-    return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    return nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
 
 
 def trained(kind: str, steps: int = 3) -> tuple[nn.Module, Any]:

@@ -20,39 +20,40 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "muon": lambda net, **k: GefenMuon(split_params_for_muon(net)[0], **k),
     "hybrid": lambda net, **k: GefenMuonHybrid(net, **k),
 }
+STEPS = 200
 SHAPES = {"factored": (64, 64), "blocks": (4096,), "muon": (64, 64), "hybrid": (64, 64)}
 
 
-def one_weight(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Module:
+def one_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Module:
     net = nn.Module()
     net.weight = nn.Parameter(torch.ones(shape, dtype=dtype))
     net.other = nn.Parameter(torch.ones(shape[0], dtype=dtype))
-    return net
+    return net.to(device)
 
 
-def lost(kind: str, steps: int = 200, dtype: torch.dtype = BF16, **chosen: Any) -> float:
+def lost(kind: str, device: torch.device, **chosen: Any) -> float:
     """What weights of 1.0 lose to decay that is an 80th of half a unit in the last place."""
-    net = one_weight(SHAPES[kind], dtype)
+    net = one_weight(SHAPES[kind], BF16, device)
     optimizer = MAKERS[kind](net, lr=1e-9, weight_decay=5e4, **chosen)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for _ in range(STEPS):
         for param in net.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            param.grad = torch.randn(param.shape, generator=generator).to(param)
         optimizer.step()
     return 1 - float(net.weight.detach().float().mean())
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_small_decay_adds_up(kind: str) -> None:
-    exact = 1 - (1 - 5e-5) ** 200
-    assert lost(kind) == 0.0
-    assert lost(kind, bf16_stochastic_round=True) == pytest.approx(exact, rel=0.1)
+def test_small_decay_adds_up(kind: str, device: torch.device) -> None:
+    exact = 1 - (1 - 5e-5) ** STEPS
+    assert lost(kind, device) == 0.0
+    assert lost(kind, device, bf16_stochastic_round=True) == pytest.approx(exact, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_runs_repeat_and_resume(kind: str) -> None:
+def test_runs_repeat_and_resume(kind: str, device: torch.device) -> None:
     def run(resumed: bool) -> Any:
-        net = model(BF16)
+        net = model(BF16, device)
         optimizer = MAKERS[kind](net, lr=1e-3, bf16_stochastic_round=True)
         for number in range(4):
             if resumed and number == 2:
@@ -66,10 +67,10 @@ def test_runs_repeat_and_resume(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_other_dtypes_are_not_affected(kind: str) -> None:
+def test_other_dtypes_are_not_affected(kind: str, device: torch.device) -> None:
     found = []
     for rounding in (False, True):
-        net = model(F32)
+        net = model(F32, device)
         optimizer = MAKERS[kind](net, lr=1e-3, bf16_stochastic_round=rounding)
         for number in range(3):
             step(net, optimizer, number)
@@ -77,8 +78,9 @@ def test_other_dtypes_are_not_affected(kind: str) -> None:
     assert found[0] == found[1]
 
 
-def test_groups_have_their_own() -> None:
-    first, second = (nn.Parameter(torch.ones(4096, dtype=BF16)) for _ in range(2))
+def test_groups_have_their_own(device: torch.device) -> None:
+    ones = torch.ones(4096, dtype=BF16, device=device)
+    first, second = (nn.Parameter(ones.clone()) for _ in range(2))
     groups = [{"params": [first], "bf16_stochastic_round": True}, {"params": [second]}]
     optimizer = Gefen(groups, lr=1e-4)
     for param in (first, second):

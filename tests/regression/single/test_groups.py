@@ -16,13 +16,13 @@ from gefen.errors import InvalidArgumentError
 BACKUPS = pytest.mark.parametrize("backup", ["gefen", "adamw"])
 
 
-def net() -> nn.Module:
+def net(device: torch.device | str = "cpu") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Module()
     model.first = nn.Linear(8, 12)
     model.second = nn.Linear(12, 8)
     model.norm = nn.LayerNorm(8)
-    return model
+    return model.to(device)
 
 
 def part(model: nn.Module, *names: str) -> list[tuple[str, nn.Parameter]]:
@@ -32,7 +32,7 @@ def part(model: nn.Module, *names: str) -> list[tuple[str, nn.Parameter]]:
 def give_gradients(model: nn.Module, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator)
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device)
 
 
 def rates(hybrid: GefenMuonHybrid) -> list[tuple[Any, ...]]:
@@ -151,7 +151,7 @@ def test_a_group_that_is_refused_leaves_nothing(backup: str) -> None:
 
 
 def test_settings_that_no_group_has_are_named() -> None:
-    for key in ("deterministic", "param_names"):
+    for key in ("deterministic", "capturable", "param_names"):
         with pytest.raises(InvalidArgumentError, match=f"Invalid {key} in a parameter group"):
             GefenMuonHybrid([{"params": net().named_parameters(), key: True}], lr=0.1)
     own = {"params": net().named_parameters(), "lr_scale": 0.5}
@@ -191,8 +191,8 @@ def test_bad_groups_are_refused() -> None:
         GefenMuonHybrid([group], [], lr=0.1)
 
 
-def test_equals_optimizers_of_its_own() -> None:
-    model, apart = net(), net()
+def test_equals_optimizers_of_its_own(device: torch.device) -> None:
+    model, apart = net(device), net(device)
     groups = [
         {"params": part(model, "first"), "lr": 0.05, "weight_decay": 0.2},
         {"params": part(model, "second", "norm"), "momentum": 0.8},

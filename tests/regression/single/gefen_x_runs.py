@@ -1,4 +1,4 @@
-"""What gefen-x was trained on for the recordings in data/, and what is compared to them.
+"""What gefen-x was trained on for the recordings in golden/gefen-x, and what resumes them.
 
 Names of both packages are the same, so this file runs under either.
 """
@@ -6,6 +6,7 @@ Names of both packages are the same, so this file runs under either.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import gefen
 
+DATA = Path(__file__).parent.parent / "golden" / "gefen-x"
 SHAPES = {
     "Block.Embed.weight": (8, 12),
     "Block.Linear.weight": (24, 16),
@@ -85,3 +87,15 @@ def train(optimizer: Any, kind: str, params: dict[str, nn.Parameter], steps: ran
         for name, param in params.items():
             param.grad = found[name].to(param.dtype) if name in found else None
         optimizer.step()
+
+
+def recorded(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(DATA / f"{kind}.pt", weights_only=True)
+    return found
+
+
+def rebuilt(kind: str) -> tuple[dict[str, nn.Parameter], Any, dict[str, Any]]:
+    """Parameters as recorded, a new optimizer for them, and the recording."""
+    found = recorded(kind)
+    params = {name: nn.Parameter(value.clone()) for name, value in found["before"].items()}
+    return params, make(kind, params), found

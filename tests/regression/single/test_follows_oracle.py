@@ -70,17 +70,26 @@ def gradients(
 
 
 def arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.detach().double().numpy().copy() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().double().cpu().numpy().copy() for name, tensor in tensors.items()
+    }
 
 
 class Pair:
     """An optimizer and its oracle, trained with the same gradients."""
 
-    def __init__(self, kind: str, shapes: dict[str, tuple[int, ...]], dtype: str, **chosen: Any):
+    def __init__(
+        self,
+        kind: str,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: str,
+        device: torch.device,
+        **chosen: Any,
+    ) -> None:
         own = DTYPES[dtype]
         generator = torch.Generator().manual_seed(7)
         self.params = {
-            name: nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(own))
+            name: nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(device, own))
             for name, shape in shapes.items()
         }
         self.start = arrays(self.params)
@@ -94,9 +103,9 @@ class Pair:
         grads = [{name: grad.to(own) for name, grad in step.items()} for step in grads]
         for step in grads:
             for name, param in self.params.items():
-                param.grad = step.get(name)
+                param.grad = step[name].to(param.device) if name in step else None
             self.optimizer.step()
-        learned = next(iter(self.optimizer.state.values()))["codebook"].numpy()
+        learned = next(iter(self.optimizer.state.values()))["codebook"].cpu().numpy()
         judge: oracle.Optimizer = getattr(oracle, self.kind)(
             self.start, dtype=self.dtype, codebook=learned, **self.chosen
         )
@@ -120,7 +129,11 @@ def check_codebook(learned: Any, counts: Any) -> None:
 
 def assert_close(pair: Pair, judge: oracle.Optimizer) -> None:
     for name, param in pair.params.items():
-        got, wanted, near = param.detach().double().numpy(), judge.params[name], judge.near(name)
+        got, wanted, near = (
+            param.detach().double().cpu().numpy(),
+            judge.params[name],
+            judge.near(name),
+        )
         assert near.sum() <= max(1, NEAR * near.size * len(judge.history[name]))
         got, wanted = got[~near], wanted[~near]
         if pair.dtype == "bfloat16":
@@ -135,19 +148,23 @@ def assert_close(pair: Pair, judge: oracle.Optimizer) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factored", [True, False], ids=["factored", "block"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gefen(shape: tuple[int, ...], factored: bool, dtype: str) -> None:
-    pair = Pair("Gefen", {"p": shape}, dtype, lr=LR, factored_v_2d=factored, weight_decay=0.3)
+def test_gefen(shape: tuple[int, ...], factored: bool, dtype: str, device: torch.device) -> None:
+    pair = Pair(
+        "Gefen", {"p": shape}, dtype, device, lr=LR, factored_v_2d=factored, weight_decay=0.3
+    )
     assert_close(pair, pair.train(gradients({"p": shape})))
 
 
 @pytest.mark.parametrize("run", [8, 12, 16, 24, 48])
 @pytest.mark.parametrize("shape", [(7, 96), (96 * 5,), (5, 4, 24)], ids=str)
-def test_runs_of_one_size_become_the_blocks(shape: tuple[int, ...], run: int) -> None:
+def test_runs_of_one_size_become_the_blocks(
+    shape: tuple[int, ...], run: int, device: torch.device
+) -> None:
     grads = gradients({"p": shape}, spread=0.0)
     sizes = torch.randn(5 * 7 * 96, generator=torch.Generator().manual_seed(3)).exp()
     runs = sizes.repeat_interleave(run)[: grads[0]["p"].numel()].view(shape)
     grads[0]["p"] = runs * grads[0]["p"].sign().where(grads[0]["p"] != 0, torch.tensor(1.0))
-    pair = Pair("Gefen", {"p": shape}, "float32", lr=LR, factored_v_2d=False)
+    pair = Pair("Gefen", {"p": shape}, "float32", device, lr=LR, factored_v_2d=False)
     judge = pair.train(grads)
     assert judge.periods["p"] == run
     assert_close(pair, judge)
@@ -156,9 +173,9 @@ def test_runs_of_one_size_become_the_blocks(shape: tuple[int, ...], run: int) ->
 @pytest.mark.parametrize(
     "shape", [(121,), (4099,), (4106,), (121, 1), (3, 121), (3, 5), (64, 48), (2, 4096)], ids=str
 )
-def test_without_any_structure(shape: tuple[int, ...]) -> None:
+def test_without_any_structure(shape: tuple[int, ...], device: torch.device) -> None:
     """All candidates are equal then, to the last bit: squares of 1/2 and their means are exact."""
-    pair = Pair("Gefen", {"p": shape}, "float32", lr=LR, factored_v_2d=False)
+    pair = Pair("Gefen", {"p": shape}, "float32", device, lr=LR, factored_v_2d=False)
     first = {"p": gradients({"p": shape}, 1, spread=0.0)[0]["p"].sign() * 0.5}
     first["p"][first["p"] == 0] = 0.5
     assert_close(pair, pair.train([first, *gradients({"p": shape}, 3)]))
@@ -170,21 +187,21 @@ def test_without_any_structure(shape: tuple[int, ...]) -> None:
     [{"betas": (0.5, 0.9)}, {"betas": (0.0, 0.99)}, {"eps": 0.1}, {"lr": 0.0, "weight_decay": 1}],
     ids=str,
 )
-def test_settings_of_gefen(chosen: dict[str, Any], factored: bool) -> None:
+def test_settings_of_gefen(chosen: dict[str, Any], factored: bool, device: torch.device) -> None:
     pair = Pair(
-        "Gefen", {"p": (12, 20)}, "float32", **{"lr": LR, **chosen}, factored_v_2d=factored
+        "Gefen", {"p": (12, 20)}, "float32", device, **{"lr": LR, **chosen}, factored_v_2d=factored
     )
     assert_close(pair, pair.train(gradients({"p": (12, 20)})))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factored", [True, False], ids=["factored", "block"])
-def test_parameters_share_a_codebook(factored: bool, dtype: str) -> None:
+def test_parameters_share_a_codebook(factored: bool, dtype: str, device: torch.device) -> None:
     """Of those that have a gradient in the first step; others come later, and pause."""
     shapes = {"matrix": (12, 20), "vector": (40,), "kernel": (8, 4, 3, 3), "late": (10, 16)}
     grads = gradients(shapes)
     del grads[0]["late"], grads[4]["vector"], grads[5]["matrix"]
-    pair = Pair("Gefen", shapes, dtype, lr=LR, factored_v_2d=factored)
+    pair = Pair("Gefen", shapes, dtype, device, lr=LR, factored_v_2d=factored)
     assert_close(pair, pair.train(grads))
 
 
@@ -192,7 +209,7 @@ def test_parameters_share_a_codebook(factored: bool, dtype: str) -> None:
 @pytest.mark.parametrize("factored", [True, False], ids=["factored", "block"])
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_first_gradient_of_zeros_decides_nothing(
-    alone: bool, factored: bool, dtype: str
+    alone: bool, factored: bool, dtype: str, device: torch.device
 ) -> None:
     """The step counts, as in AdamW; blocks and codebook wait for a gradient that says more."""
     shapes = {"matrix": (12, 20), "vector": (40,), "kernel": (8, 4, 3, 3)}
@@ -201,13 +218,13 @@ def test_a_first_gradient_of_zeros_decides_nothing(
     for name in zeros:
         grads[0][name] = torch.zeros(shapes[name])
         grads[1][name] = torch.zeros(shapes[name])
-    pair = Pair("Gefen", shapes, dtype, lr=LR, factored_v_2d=factored, weight_decay=0.3)
+    pair = Pair("Gefen", shapes, dtype, device, lr=LR, factored_v_2d=factored, weight_decay=0.3)
     assert_close(pair, pair.train(grads))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(20, 64), (40,), (8, 4, 3, 3)], ids=str)
-def test_the_clamp(shape: tuple[int, ...], dtype: str) -> None:
+def test_the_clamp(shape: tuple[int, ...], dtype: str, device: torch.device) -> None:
     """What has been silent, and then is not, reaches it where neighbours stay silent."""
     grads = gradients({"p": shape}, 60, spread=0.0)
     loud = torch.eye(shape[0], shape[1]) if len(shape) == 2 else torch.arange(36) == 5
@@ -219,7 +236,7 @@ def test_the_clamp(shape: tuple[int, ...], dtype: str) -> None:
     for own in grads[50:]:
         own["p"] = spike * 1e3 + own["p"]
     chosen = {"lr": LR, "betas": (0.5, 0.99)}
-    pair = Pair("Gefen", {"p": shape}, dtype, **chosen)
+    pair = Pair("Gefen", {"p": shape}, dtype, device, **chosen)
     judge = pair.train(grads)
     assert_close(pair, judge)
     free = oracle.Gefen(pair.start, codebook=judge.codebook, largest_move=np.inf, **chosen)
@@ -254,7 +271,7 @@ def assert_close_direction(pair: Pair, judge: oracle.Optimizer) -> None:
     close = MUON_ENLARGED if schedule is None or isinstance(schedule, str) else MUON
     close = MUON_BFLOAT16 if pair.dtype == "bfloat16" else close
     for name, param in pair.params.items():
-        got, wanted = param.detach().double().numpy(), judge.params[name]
+        got, wanted = param.detach().double().cpu().numpy(), judge.params[name]
         moved = np.linalg.norm(wanted - pair.start[name])
         assert np.linalg.norm(got - wanted) <= close * moved, name
 
@@ -264,21 +281,23 @@ def assert_close_direction(pair: Pair, judge: oracle.Optimizer) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", MUON_SETTINGS)
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
-def test_muon(shape: tuple[int, int], kind: str, dtype: str) -> None:
+def test_muon(shape: tuple[int, int], kind: str, dtype: str, device: torch.device) -> None:
     chosen = MUON_SETTINGS[kind]
     if min(shape) == 1 and chosen.get("ns_schedule") == "tuned3":
         chosen = chosen | {"ns_schedule": "tuned4"}
-    pair = Pair("GefenMuon", {"p": shape}, dtype, lr=LR, **chosen)
+    pair = Pair("GefenMuon", {"p": shape}, dtype, device, lr=LR, **chosen)
     assert_close_direction(pair, pair.train(gradients({"p": shape}, spread=1.0)))
 
 
 @pytest.mark.parametrize("kind", MUON_SETTINGS)
 @pytest.mark.parametrize("alone", [True, False])
-def test_muon_waits_for_a_gradient_that_is_not_all_zero(alone: bool, kind: str) -> None:
+def test_muon_waits_for_a_gradient_that_is_not_all_zero(
+    alone: bool, kind: str, device: torch.device
+) -> None:
     shapes = {"first": (12, 20), "second": (16, 8)}
     grads = gradients(shapes, spread=1.0)
     for name in shapes if alone else ["first"]:
         grads[0][name] = torch.zeros(shapes[name])
         grads[1][name] = torch.zeros(shapes[name])
-    pair = Pair("GefenMuon", shapes, "float32", lr=LR, **MUON_SETTINGS[kind])
+    pair = Pair("GefenMuon", shapes, "float32", device, lr=LR, **MUON_SETTINGS[kind])
     assert_close_direction(pair, pair.train(grads))

@@ -37,13 +37,22 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parameters(shape: tuple[int, ...], count: int, dtype: torch.dtype) -> list[nn.Parameter]:
+def parameters(
+    shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device
+) -> list[nn.Parameter]:
     """Equal ones."""
-    return [nn.Parameter((random(*shape, seed=7) * 0.1).to(dtype)) for _ in range(count)]
+    start = random(*shape, seed=7) * 0.1
+    return [nn.Parameter(start.to(device, dtype, copy=True)) for _ in range(count)]
+
+
+def zeros(
+    shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device
+) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(count)]
 
 
 def step(optimizer: Any, param: Tensor, grad: Tensor) -> None:
-    param.grad = grad.to(param.dtype)
+    param.grad = grad.to(param)
     optimizer.step()
 
 
@@ -78,19 +87,22 @@ class Model(nn.Module):
         x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
         x = torch.cat([x, x.new_zeros(*x.shape[:-1], 8)], dim=-1)
         x = torch.relu(self.wide(x)) + 0 * self.unused(x.new_ones(48))
-        x = self.conv(x.mT * (torch.arange(48) < 30).to(x.dtype)[:, None])
+        x = self.conv(x.mT * (torch.arange(48, device=x.device) < 30).to(x.dtype)[:, None])
         return self.head(torch.relu(x.mT))
 
 
-def trained_model(make: Callable[[nn.Module], Any], dtype: torch.dtype) -> dict[str, Any]:
+def trained_model(
+    make: Callable[[nn.Module], Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Parameters of :class:`Model` before and after, and where all gradients were 0."""
     torch.manual_seed(0)
-    model = Model().to(dtype)
+    model = Model().to(device, dtype)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     still = {name: torch.ones_like(param, dtype=torch.bool) for name, param in before.items()}
     optimizer = make(model)
     for number in range(STEPS):
-        tokens = torch.randint(0, 20, (4, 12), generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 20, (4, 12), generator=generator).to(device)
         optimizer.zero_grad()
         logits = model(tokens)[..., :50]  # the other outputs are masked
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
@@ -116,8 +128,8 @@ MODEL_OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 @every_dtype
 @pytest.mark.parametrize("kind", MODEL_OPTIMIZERS)
-def test_what_has_no_gradient_stays(kind: str, dtype: torch.dtype) -> None:
-    trained = trained_model(MODEL_OPTIMIZERS[kind], dtype)
+def test_what_has_no_gradient_stays(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    trained = trained_model(MODEL_OPTIMIZERS[kind], dtype, device)
     for name, (before, after, still) in trained.items():
         assert torch.equal(after[still], before[still]), name
         if not still.all():
@@ -125,18 +137,22 @@ def test_what_has_no_gradient_stays(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", MODEL_OPTIMIZERS)
-def test_what_has_no_gradient_decays_as_with_adamw(kind: str) -> None:
+def test_what_has_no_gradient_decays_as_with_adamw(kind: str, device: torch.device) -> None:
     make = MODEL_OPTIMIZERS[kind]
-    trained = trained_model(lambda model: make(model, weight_decay=0.5), torch.float32)
+    trained = trained_model(lambda model: make(model, weight_decay=0.5), torch.float32, device)
     for name, (before, after, still) in trained.items():
         assert torch.equal(after[still], decayed(before, 0.5, STEPS)[still]), name
 
 
 def trained_with_dead_parts(
-    make: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, weight_decay: float
+    make: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_decay: float,
+    device: torch.device,
 ) -> None:
     """Dead rows, columns and single elements; a row that only lives for the first step."""
-    (param,) = parameters(shape, 1, dtype)
+    (param,) = parameters(shape, 1, dtype, device)
     wanted = decayed(param, weight_decay, STEPS)
     optimizer = make([param], lr=LR, weight_decay=weight_decay)
     live = torch.ones(shape, dtype=torch.bool)
@@ -149,6 +165,7 @@ def trained_with_dead_parts(
         if number:
             grad[5] = 0
         step(optimizer, param, grad)
+    live = live.to(device)
     assert torch.isfinite(param).all()
     assert torch.equal(param[~live], wanted[~live])
     assert (param[live] != wanted[live]).float().mean() > 0.9
@@ -159,9 +176,13 @@ def trained_with_dead_parts(
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 @pytest.mark.parametrize("shape", [(30, 48), (97,), (10, 4, 6)], ids=str)
 def test_dead_parts_stay(
-    shape: tuple[int, ...], weight_decay: float, form: str, dtype: torch.dtype
+    shape: tuple[int, ...],
+    weight_decay: float,
+    form: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    trained_with_dead_parts(partial(Gefen, **FORMS[form]), shape, dtype, weight_decay)
+    trained_with_dead_parts(partial(Gefen, **FORMS[form]), shape, dtype, weight_decay, device)
 
 
 @every_dtype
@@ -169,14 +190,20 @@ def test_dead_parts_stay(
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 @pytest.mark.parametrize("shape", [(30, 48), (48, 30)], ids=str)
 def test_muon_leaves_dead_neurons_and_inputs_alone(
-    shape: tuple[int, ...], weight_decay: float, form: str, dtype: torch.dtype
+    shape: tuple[int, ...],
+    weight_decay: float,
+    form: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    trained_with_dead_parts(partial(GefenMuon, **MUON_FORMS[form]), shape, dtype, weight_decay)
+    trained_with_dead_parts(
+        partial(GefenMuon, **MUON_FORMS[form]), shape, dtype, weight_decay, device
+    )
 
 
 @every_muon
-def test_a_neuron_that_dies_and_lives_again(form: str) -> None:
-    (param,) = parameters((16, 24), 1, torch.float32)
+def test_a_neuron_that_dies_and_lives_again(form: str, device: torch.device) -> None:
+    (param,) = parameters((16, 24), 1, torch.float32, device)
     optimizer = GefenMuon([param], LR, weight_decay=0.0, **MUON_FORMS[form])
     for number in range(12):
         grad = random(16, 24, seed=number)
@@ -201,8 +228,10 @@ ZERO_FIRST: dict[str, Callable[..., Any]] = {
 
 @every_dtype
 @pytest.mark.parametrize("kind", ZERO_FIRST)
-def test_zeros_at_first_are_only_decay(kind: str, dtype: torch.dtype) -> None:
-    (param,) = parameters((16, 24), 1, dtype)
+def test_zeros_at_first_are_only_decay(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    (param,) = parameters((16, 24), 1, dtype, device)
     wanted = decayed(param, 0.5, 5)
     optimizer = ZERO_FIRST[kind]([param], weight_decay=0.5)
     for _ in range(5):
@@ -217,9 +246,9 @@ def rows_of_runs(steps: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("silent", [0, 1, 4])
-def test_zeros_at_first_decide_no_blocks(silent: int) -> None:
+def test_zeros_at_first_decide_no_blocks(silent: int, device: torch.device) -> None:
     """What comes then is AdamW, whose count goes on, as it is without them."""
-    param, reference = parameters((16, 24), 2, torch.float32)
+    param, reference = parameters((16, 24), 2, torch.float32, device)
     optimizer = Gefen([param], LR, factored_v_2d=False, weight_decay=0.1)
     adamw = torch.optim.AdamW([reference], LR, weight_decay=0.1)
     for grad in [torch.zeros(16, 24)] * silent + rows_of_runs(6):
@@ -229,9 +258,9 @@ def test_zeros_at_first_decide_no_blocks(silent: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ZERO_FIRST)
-def test_a_run_that_starts_with_zeros_resumes(kind: str) -> None:
+def test_a_run_that_starts_with_zeros_resumes(kind: str, device: torch.device) -> None:
     """Saved before there is anything to save but a count, it goes on like the one that stayed."""
-    param, other = parameters((16, 24), 2, torch.float32)
+    param, other = parameters((16, 24), 2, torch.float32, device)
     stayed, resumed = ZERO_FIRST[kind]([param]), ZERO_FIRST[kind]([other])
     for _ in range(2):
         step(stayed, param, torch.zeros(16, 24))
@@ -253,11 +282,11 @@ TOTAL = {"default": 40, "block": 3}
 
 
 def run(
-    grads: list[Tensor], dtype: torch.dtype = torch.float32, **chosen: Any
+    grads: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32, **chosen: Any
 ) -> tuple[Tensor, Tensor, float]:
     """Movement by Gefen and by AdamW, and the largest one of an element in a step."""
     shape = tuple(grads[0].shape)
-    param, reference = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+    param, reference = zeros(shape, 2, dtype, device)
     optimizer = Gefen([param], LR, **chosen)
     adamw = torch.optim.AdamW([reference], LR, weight_decay=0)
     largest = 0.0
@@ -266,7 +295,7 @@ def run(
         step(optimizer, param, grad)
         step(adamw, reference, grad)
         largest = max(largest, (param.detach() - before).abs().max().item())
-    return param.detach(), reference.detach(), largest
+    return param.detach().cpu(), reference.detach().cpu(), largest
 
 
 def outliers(kind: str, shape: tuple[int, ...], size: float) -> list[Tensor]:
@@ -286,24 +315,29 @@ def outliers(kind: str, shape: tuple[int, ...], size: float) -> list[Tensor]:
 @pytest.mark.parametrize("what", ["element", "row", "gradient"])
 @pytest.mark.parametrize("shape", [(40, 60), (96,), (8, 4, 3, 3)], ids=str)
 def test_an_outlier_throws_nothing_out(
-    shape: tuple[int, ...], what: str, when: str, size: float, form: str
+    shape: tuple[int, ...], what: str, when: str, size: float, form: str, device: torch.device
 ) -> None:
-    ours, adamw, largest = run(outliers(f"{what} {when}", shape, size), **FORMS[form])
+    ours, adamw, largest = run(outliers(f"{what} {when}", shape, size), device, **FORMS[form])
     assert largest <= LARGEST
     assert ours.norm() <= TOTAL[form] * adamw.norm()
 
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_an_outlier_throws_nothing_out_in_other_dtypes(dtype: torch.dtype, form: str) -> None:
-    ours, adamw, largest = run(outliers("row later", (40, 60), 1e4), dtype, **FORMS[form])
+def test_an_outlier_throws_nothing_out_in_other_dtypes(
+    dtype: torch.dtype, form: str, device: torch.device
+) -> None:
+    grads = outliers("row later", (40, 60), 1e4)
+    ours, adamw, largest = run(grads, device, dtype, **FORMS[form])
     assert largest <= LARGEST + torch.finfo(dtype).eps
     assert ours.norm() <= 40 * adamw.norm()
 
 
 @pytest.mark.parametrize("form", ["default", "block"])
 @pytest.mark.parametrize(("rows", "width"), [(20011, 8), (20000, 8), (2003, 16)])
-def test_a_rare_row_moves_about_as_with_adamw(rows: int, width: int, form: str) -> None:
+def test_a_rare_row_moves_about_as_with_adamw(
+    rows: int, width: int, form: str, device: torch.device
+) -> None:
     """Words by Zipf's law: a few of them are in every batch, most are in one or none."""
     weights = 1 / torch.arange(1, rows + 1)
     generator = torch.Generator().manual_seed(0)
@@ -313,7 +347,7 @@ def test_a_rare_row_moves_about_as_with_adamw(rows: int, width: int, form: str) 
         counts = torch.bincount(words, minlength=rows)[:, None]
         grads.append(random(rows, width, seed=number) * counts.sqrt() / 256)
         seen += counts[:, 0] > 0
-    ours, adamw, largest = run(grads, **FORMS[form])
+    ours, adamw, largest = run(grads, device, **FORMS[form])
     assert largest <= LARGEST
     ratio = ours.norm(dim=1) / adamw.norm(dim=1)
     assert (ours[seen == 0] == 0).all()
@@ -325,11 +359,11 @@ def test_a_rare_row_moves_about_as_with_adamw(rows: int, width: int, form: str) 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (200, 200)], ids=str)
 @pytest.mark.parametrize("schedule", ["standard", "tuned3", "tuned4"])
 def test_a_gradient_of_one_sample_moves_muon_no_further(
-    schedule: str, shape: tuple[int, int]
+    schedule: str, shape: tuple[int, int], device: torch.device
 ) -> None:
     """Its only singular value is exactly 1, from where tuned3 leads far off if it is 1.004."""
     for seed in range(12):
-        param = nn.Parameter(torch.zeros(shape))
+        (param,) = zeros(shape, 1, torch.float32, device)
         optimizer = GefenMuon([param], 1.0, weight_decay=0.0, ns_schedule=schedule)
         step(
             optimizer, param, random(shape[0], 1, seed=seed) @ random(1, shape[1], seed=-1 - seed)
@@ -355,11 +389,11 @@ def movements(optimizer: Any, param: Tensor, grads: list[Tensor]) -> list[Tensor
 @pytest.mark.parametrize("shape", [(8, 1000), (1000, 8), (2048,), (4, 16, 5, 5)], ids=str)
 @pytest.mark.parametrize("size", [1e18, 1e-18])
 def test_extreme_gradients_move_as_with_adamw(
-    size: float, shape: tuple[int, ...], form: str, dtype: torch.dtype
+    size: float, shape: tuple[int, ...], form: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Also later, when gradients have become normal."""
     grads = [random(*shape, seed=i) * (size if i < 5 else 1) for i in range(10)]
-    param, reference = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for _ in range(2))
+    param, reference = zeros(shape, 2, dtype, device)
     ours = movements(Gefen([param], LR, **FORMS[form]), param, grads)
     adamw = movements(torch.optim.AdamW([reference], LR, weight_decay=0), reference, grads)
     for number, (own, wanted) in enumerate(zip(ours, adamw, strict=True)):
@@ -372,10 +406,10 @@ def test_extreme_gradients_move_as_with_adamw(
 @pytest.mark.parametrize("shape", [(64, 1000), (1000, 64)], ids=str)
 @pytest.mark.parametrize("size", [1e18, 1e-18])
 def test_extreme_gradients_move_muon(
-    size: float, shape: tuple[int, int], form: str, dtype: torch.dtype
+    size: float, shape: tuple[int, int], form: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     grads = [random(*shape, seed=i) * (size if i < 5 else 1) for i in range(10)]
-    param = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    (param,) = zeros(shape, 1, dtype, device)
     optimizer = GefenMuon([param], LR, **MUON_FORMS[form])
     for number, own in enumerate(movements(optimizer, param, grads)):
         assert torch.isfinite(own).all(), number
@@ -399,4 +433,4 @@ def test_extreme_gradients_move_muon(
 )
 def test_an_eps_of_zero_is_refused(make: Callable[[Any], Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="eps=0"):
-        make(parameters((16, 24), 1, torch.float32))
+        make(parameters((16, 24), 1, torch.float32, torch.device("cpu")))

@@ -20,20 +20,20 @@ from gefen.errors import (
 BACKUPS = pytest.mark.parametrize("backup", ["gefen", "adamw"])
 
 
-def net() -> nn.Module:
+def net(device: torch.device | str = "cpu") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Module()
     model.embed = nn.Embedding(24, 16)
     model.inner = nn.Linear(16, 40)
     model.outer = nn.Linear(40, 16, bias=False)
     model.norm = nn.LayerNorm(16)
-    return model
+    return model.to(device)
 
 
 def give_gradients(model: nn.Module, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
 
 
 def names(optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -64,9 +64,9 @@ def test_routes_models_and_lists() -> None:
 
 
 @BACKUPS
-def test_equals_its_two_halves(backup: str) -> None:
+def test_equals_its_two_halves(backup: str, device: torch.device) -> None:
     chosen = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
-    model, apart = net(), net()
+    model, apart = net(device), net(device)
     hybrid = GefenMuonHybrid(model, backup_optimizer=backup, momentum=0.9, **chosen)
     matrices, others = split_params_for_muon(apart)
     muon = GefenMuon(
