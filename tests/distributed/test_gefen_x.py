@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-PEER = Path(__file__).parents[1] / "peer"
-sys.path.insert(0, str(PEER))
+# Ranks have not read tests/conftest.py.
+sys.path.insert(0, str(Path(__file__).parents[1] / "regression" / "single"))
 
-import cases  # noqa: E402
+import gefen_x_runs as cases
 
 
 def whole(value: Any) -> Tensor:
@@ -30,7 +30,7 @@ def momentum(index: Tensor, magnitude: Tensor, codebook: Tensor) -> Tensor:
 
 def goes_on(rank: int, world: int, kind: str) -> dict[str, float]:
     """How far parameters end from where gefen-x got to, as a share of their movement."""
-    found = torch.load(PEER / "data" / f"{kind}.pt", weights_only=True)
+    found = cases.recorded(kind)
     mesh = init_device_mesh("cpu", (world,))
     params = {
         name: nn.Parameter(
