@@ -79,14 +79,10 @@ def muon(model: nn.Module, lr: float, **settings: Any) -> list[Stepper]:
     return [torch.optim.Muon(hidden, lr=lr, **settings), rest]
 
 
-def hybrid(model: nn.Module, lr: float, factored: bool = False, **settings: Any) -> list[Stepper]:
+def hybrid(model: nn.Module, lr: float, **settings: Any) -> list[Stepper]:
     import gefen
 
-    optimizer = gefen.GefenMuonHybrid.from_model(model, lr=lr, **settings)
-    for group in optimizer.param_groups if factored else []:
-        if "factored_v_2d" in group:
-            group["factored_v_2d"] = True
-    return [optimizer]
+    return [gefen.GefenMuonHybrid.from_model(model, lr=lr, **settings)]
 
 
 # Name: the distribution that it needs, and what makes it.
@@ -104,17 +100,16 @@ VARIANTS: dict[str, tuple[str, Make]] = {
     "gefen-block": (OURS, partial(gefen, factored_v_2d=False)),
     "gefen-random": (OURS, partial(gefen, stochastic_round=True)),
     "gefen-refresh": (OURS, partial(gefen, codebook_refresh_every=50)),
-    "hybrid-standard": (OURS, partial(hybrid, ns_schedule="standard")),
+    "hybrid-tuned3": (OURS, partial(hybrid, ns_schedule="tuned3")),
     "hybrid-tuned4": (OURS, partial(hybrid, ns_schedule="tuned4")),
-    "hybrid-factored": (OURS, partial(hybrid, factored=True)),
-    "hybrid-standard-factored": (OURS, partial(hybrid, ns_schedule="standard", factored=True)),
+    "hybrid-block": (OURS, partial(hybrid, backup_factored_v_2d=False)),
+    "hybrid-tuned3-block": (
+        OURS,
+        partial(hybrid, ns_schedule="tuned3", backup_factored_v_2d=False),
+    ),
     "hybrid-adamw": (OURS, partial(hybrid, backup_optimizer="adamw")),
     "hybrid-plain": (OURS, partial(hybrid, normuon=False)),
-    "hybrid-plain-standard": (OURS, partial(hybrid, normuon=False, ns_schedule="standard")),
-    "hybrid-muon": (
-        OURS,
-        partial(hybrid, normuon=False, ns_schedule="standard", backup_optimizer="adamw"),
-    ),
+    "hybrid-muon": (OURS, partial(hybrid, normuon=False, backup_optimizer="adamw")),
 }
 ALL = OPTIMIZERS | VARIANTS
 

@@ -55,30 +55,30 @@ def test_the_devices_half_computes_the_same(shape: tuple[int, int]) -> None:
 def test_zeros_and_what_is_not_finite() -> None:
     assert not fp8.product(torch.zeros(4, 4), noise(4, 4)).any()
     for bad in (math.nan, math.inf):
-        x = noise(256, 256)
+        x = noise(512, 512)
         x[1, 2] = bad
-        assert fp8.product(x, noise(256, 4))[1].isnan().all()
+        assert fp8.product(x, noise(512, 4))[1].isnan().all()
         assert orthogonalise(x, TUNED3, 1e-7, True).isnan().all()
-    assert not orthogonalise(torch.zeros(256, 300), FIVE, 1e-7, True).any()
+    assert not orthogonalise(torch.zeros(512, 512), FIVE, 1e-7, True).any()
 
 
 @pytest.mark.parametrize("schedule", [FIVE, TUNED3, TUNED4])
-@pytest.mark.parametrize("shape", [(256, 256), (256, 400), (400, 256)])
+@pytest.mark.parametrize("shape", [(512, 512), (512, 600), (600, 512)])
 def test_singular_values_still_come_near_one(shape: tuple[int, int], schedule: Any) -> None:
     u = noise(*shape)
     out, usual = orthogonalise(u, schedule, 1e-7, True), orthogonalise(u, schedule, 1e-7)
     assert (out.dtype, out.shape) == (torch.bfloat16, u.shape)
-    assert torch.linalg.svdvals(out.float()).max() < 1.6
+    assert torch.linalg.svdvals(out.float()).max() < 1.7
     off = (out.float() - usual.float()).norm() / usual.float().norm()
     assert 0.02 < off < 0.4
 
 
 def test_small_matrices_are_spared() -> None:
-    u = noise(255, 300)
+    u = noise(511, 600)
     assert torch.equal(orthogonalise(u, FIVE, 1e-7, True), orthogonalise(u, FIVE, 1e-7))
 
 
 def test_matrices_of_a_batch_are_those_alone() -> None:
-    u = noise(3, 256, 260) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    u = noise(3, 512, 520) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     alone = torch.stack([orthogonalise(matrix, TUNED3, 1e-7, True) for matrix in u])
     assert torch.equal(orthogonalise(u, TUNED3, 1e-7, True), alone)

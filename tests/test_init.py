@@ -85,7 +85,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "momentum": 0.95,
         "nesterov": True,
         "ns_steps": 5,
-        "ns_schedule": "tuned3",
+        "ns_schedule": "standard",  # "tuned3" in gefen-x
         "adjust_lr_fn": "match_rms_adamw",
         **SHARDED,
         "normuon": True,
@@ -96,6 +96,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "verbose": False,
         **NEW,
         "sides": None,  # not of gefen-x
+        "backup_factored_v_2d": True,  # not of gefen-x
     },
     "GefenMuonHybrid.from_model": {
         "model": REQUIRED,

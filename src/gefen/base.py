@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,21 +13,17 @@ from torch import Tensor
 
 from gefen import capture
 from gefen.blocks import UNDECIDED, find_period, row_length, row_period
-from gefen.checkpoint import CheckpointedOptimizer
-from gefen.codebook import Quantizer, blank, digest, fixed, is_blank
+from gefen.codebook import Quantizer, blank, fixed, is_blank
 from gefen.errors import InvalidArgumentError
-from gefen.half import Half
 from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
 from gefen.kernels.tasks import Momentum
-from gefen.layout import Layout, layout_of
-from gefen.momentum import adapt, histogram, learn_from, reencode
+from gefen.layout import Layout
+from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
     check_distinct,
     check_names,
     held,
-    is_dtensor,
-    is_shared,
     named,
     slots,
 )
@@ -51,17 +46,16 @@ from gefen.state import (
 )
 from gefen.steady import Steady
 from gefen.step import gradients, stepped
+from gefen.together import Together
 from gefen.work import Plan, Work
 
 if TYPE_CHECKING:
-    from gefen.distributed.sharding import Agreement
     from gefen.distributed.shards import Shards
-    from gefen.distributed.stepping import StepFailure
 
 logger = logging.getLogger("gefen")
 
 
-class QuantisedOptimizer(Half, CheckpointedOptimizer):
+class QuantisedOptimizer(Together):
     """Base of the optimizers whose momentum is quantised with a learned codebook.
 
     A step has three parts: ``_collect`` validates every gradient, ``_prepare`` computes new
@@ -85,9 +79,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     _examined: tuple[Tensor | None, bool] = (None, True)
     """A codebook, and whether it still has to be learned."""
-
-    _digested: tuple[Tensor | None, str] = (None, "none")
-    """A codebook, and its name."""
 
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
@@ -176,28 +167,8 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _work(self, slot: Slot, grad: Tensor, settings: dict[str, Any]) -> Work:
         layout = self._layout(slot)
-        shared = layout.cut and self._is_shared(slot)
+        shared = layout.cut and self._is_shared(slot.group, slot.param)
         return Work(slot, held(slot.param), held(grad), settings, layout, shared)
-
-    def _layout(self, slot: Slot) -> Layout:
-        param: Any = slot.param
-        if not is_dtensor(param):
-            return Layout(param.shape)
-        form = param.device_mesh, param.placements, param.shape, param.to_local().shape
-        known = self._layouts.get(param)
-        if known is None or known[0] != form:
-            known = self._layouts[param] = form, layout_of(param, slot.name)
-        return known[1]
-
-    def _is_shared(self, slot: Slot) -> bool:
-        """Whether ranks that have parts of a parameter step it together."""
-        return is_shared(slot.param)
-
-    def _shares(self) -> bool:
-        return any(self._is_shared(slot) for slot in slots(self.param_groups))
-
-    def _agreement(self) -> Agreement | None:
-        return self._joint_agreement() if self._shares() else None
 
     def _drop_unbegun(self) -> None:
         """Forget entries that say that nothing was done, which wrappers load as they are."""
@@ -384,11 +355,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
         for count in counts.values():
             count.add_(1)
         count = next(iter(counts.values()))
-        if learned is not None and codebook is not None:
-            for entry in entries:
-                if INDEX in entry:
-                    index = held(entry[INDEX])
-                    reencode(index, codebook.to(index.device), learned.to(index.device))
         if learned is not None or codebook is None:
             by_device, codebook = {}, blank() if learned is None else learned
         else:
@@ -463,67 +429,6 @@ class QuantisedOptimizer(Half, CheckpointedOptimizer):
 
     def _halves(self) -> Sequence[QuantisedOptimizer]:
         return [self]
-
-    def _facts(self) -> dict[str, Any]:
-        facts = super()._facts()
-        # Ranks that each step their own need not have taken as many steps.
-        if self._shares():
-            count = self._shared(GLOBAL_STEP)
-            facts |= {
-                "codebook": self._digest(self._shared(CODEBOOK)),
-                "global_step": 0 if count is None else int(count),
-            }
-        return facts
-
-    def _digest(self, codebook: Tensor | None) -> str:
-        """Name a codebook, for ranks to compare."""
-        if codebook is not self._digested[0]:
-            self._digested = codebook, digest(codebook)
-        return self._digested[1]
-
-    def _sharing(self) -> Shards:
-        """What ranks exchange; imported on first use, as a module of torch takes seconds."""
-        if self._shards is None:
-            from gefen.distributed.shards import Shards
-
-            self._shards = Shards()
-        self._shards.refresh(slots(self.param_groups))
-        return self._shards
-
-    def _wants_survey(self) -> bool:
-        if not self._shares():
-            return False
-        if self._wants_codebook():
-            return True
-        shared = (slot.param for slot in slots(self.param_groups) if self._is_shared(slot))
-        entries = (self.state.get(p) or {} for p in shared if p.grad is not None)
-        return any(entry.get(PERIOD, UNDECIDED) == UNDECIDED for entry in entries)
-
-    def _survey(self, plan: Plan, failure: StepFailure, first: bool) -> Tensor | None:
-        if not self._shares():
-            return None
-        sharing, missing = self._sharing(), plan.missing
-        together = [work for work in plan.works if work.shared]
-        undecided = [w for w in together if self._known_period(w, missing) == UNDECIDED]
-        periods = sharing.periods(undecided, self.options["deterministic"], failure)
-        for work in undecided:
-            period = periods.get(work.key, UNDECIDED)
-            failure.keep(partial(self._decide, work, missing, period), None)
-        if not self._wants_codebook():
-            return None
-        cut = [w for w in together if not w.layout.in_rows]
-        found = [w for w in plan.works if w.layout.in_rows or not w.layout.cut]
-        found += sharing.gathered(cut, failure)
-        counted = [w for w in found if w.layout.counts and (first or is_dtensor(w.key))]
-        return failure.keep(lambda: self._histogram(counted, missing), None)
-
-    def _decide(self, work: Work, missing: dict[Tensor, Entry], period: int) -> None:
-        missing.setdefault(work.key, {}).update(self._decided(work, period))
-
-    def _surveyed(self, plan: Plan, counts: Tensor) -> Plan:
-        if self._shares() and self._wants_codebook():
-            return replace(plan, codebook=learn_from(counts))
-        return plan
 
     def _loaded(self) -> None:
         self._spare = {}

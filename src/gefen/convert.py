@@ -1,11 +1,13 @@
 """State dicts of gefen-x 0.5.0, as their optimizers save them, in the layout of this package.
 
 Nearly all of it is renaming. Blocks of gefen-x may cross rows; their magnitudes and second
-moments then stay vectors of one element per block.
+moments then stay vectors of one element per block, and such a run goes on as gefen-x's would. Only
+where ranks share a parameter are blocks that a cut may cross divided.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from gefen.errors import CheckpointError
 from gefen.newton_schulz import STANDARD
+from gefen.parameters import is_dtensor
 from gefen.state import (
     CODEBOOK,
     GLOBAL_STEP,
@@ -194,28 +197,52 @@ def _entry(
             f"the state of {label} has {sorted(map(str, saved))}, expected {sorted(_NEEDED)} and "
             "second moments, with a codebook beside"
         )
-    period = int(saved["automatic_period"])
-    rows, blocks = _rows(param), param.numel() // max(period, 1)
-    divided = (param.numel() // max(rows, 1)) % max(period, 1) == 0
-    per_block = (rows, blocks // rows) if param.dim() > 1 and divided else (blocks,)
+    blocks = _Blocks(param, int(saved["automatic_period"]), label)
     new: Entry = {
         STEP: int(saved["step"]),
-        PERIOD: period,
+        PERIOD: blocks.period,
         INDEX: _shaped(saved["m_codebook"], tuple(param.shape), label),
-        MAGNITUDE: _shaped(saved["m_magnitude"], per_block, label),
+        MAGNITUDE: blocks.laid_out(saved["m_magnitude"]),
     }
     if "normuon_v" in saved:
-        new[NORMUON_V] = _shaped(saved["normuon_v"], (rows,), label)
+        new[NORMUON_V] = _shaped(saved["normuon_v"], (_rows(param),), label)
         new[NORMUON_STEP] = int(saved["normuon_step"])
-    return new | _second_moment(saved, new[STEP], per_block, group, label) | shared
+    return new | _second_moment(saved, new[STEP], blocks, group) | shared
+
+
+class _Blocks:
+    """How the state that gefen-x has per block lies here.
+
+    Ranks that share a parameter cut it between rows, a vector anywhere. Blocks across a cut are
+    divided into ones that no cut crosses, each with the values of the one that it was a part of,
+    so that the momentum is the same.
+    """
+
+    def __init__(self, param: Tensor, period: int, label: str) -> None:
+        rows, self._label = _rows(param), label
+        length = param.numel() // max(rows, 1)
+        self._saved = (param.numel() // max(period, 1),)
+        self.period = period
+        if is_dtensor(param):
+            self.period = math.gcd(period, length) if param.dim() > 1 else 1
+        self._parts = period // max(self.period, 1)
+        divided = param.dim() > 1 and length % max(self.period, 1) == 0
+        self._shape = (rows, length // self.period) if divided else (-1,)
+
+    def laid_out(self, value: Any) -> Tensor:
+        """What gefen-x saved of each block."""
+        return (
+            _shaped(value, self._saved, self._label)
+            .repeat_interleave(self._parts)
+            .reshape(self._shape)
+        )
 
 
 def _second_moment(
     saved: Mapping[str, Any],
     step: int,
-    per_block: tuple[int, ...],
+    blocks: _Blocks,
     group: Mapping[str, Any],
-    label: str,
 ) -> Entry:
     ages = {key: int(saved.get(key, 0)) for key in ("factored_step", "vmean_step")}
     age = max(ages.values())
@@ -224,7 +251,7 @@ def _second_moment(
     if ages["factored_step"] == age:
         moments = {V_ROW: saved["v_row"], V_COL: saved["v_col"]}
     else:
-        moments = {V: _shaped(saved["vmean"], per_block, label)}
+        moments = {V: blocks.laid_out(saved["vmean"])}
     if age == step:
         return moments
     beta2 = float(group["beta2"])

@@ -44,9 +44,13 @@ class Gefen(Options, QuantisedOptimizer):
 
     State of a parameter of n elements: a codebook index for each element (n bytes), float32
     magnitudes for each block of elements, and float32 second moments for each block, or for
-    each row and column of a matrix with ``factored_v_2d``. Block lengths and the codebook are
-    learned from the first gradients. Arithmetic is float32, for float64 parameters float64;
-    the state's dtypes are the same for all.
+    each row and column of a matrix with ``factored_v_2d``. Blocks lie within rows; their lengths
+    and the codebook are learned from the first gradients that are not all zero. Arithmetic is
+    float32, for float64 parameters float64; the state's dtypes are the same for all.
+
+    An element whose gradient has always been 0 does not move but for weight decay, and none moves
+    by more than 10 learning rates a step. DTensors are stepped with the numbers of one process
+    that has whole parameters, once all ranks agree to step.
 
     Settings of a group:
 
@@ -147,7 +151,7 @@ class Gefen(Options, QuantisedOptimizer):
                 "stochastic_round",
                 True,
                 "False with deterministic=True and factored_v_2d=True, as in gefen-x; or pass "
-                "factored_v_2d=False",
+                "factored_v_2d=False (of a hybrid, backup_factored_v_2d=False)",
             )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:

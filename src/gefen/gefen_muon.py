@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -73,7 +73,7 @@ class GefenMuon(Options, QuantisedOptimizer):
       ``batched_ns_workspace_bytes``; the results are those of single ones.
     - ``stochastic_round``: as in :class:`~gefen.Gefen`.
     - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
-    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 256,
+    - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 512,
       on every device; see :mod:`gefen.fp8`. ``fp8_ns_compile`` changes nothing: there is nothing
       to compile.
     - ``maximize`` and ``bf16_stochastic_round``: as in :class:`~gefen.Gefen`.
@@ -149,8 +149,8 @@ class GefenMuon(Options, QuantisedOptimizer):
 
     def _check(self, slot: Slot) -> None:
         super()._check(slot)
-        layout, shape = self._layout(slot), tuple(slot.param.shape)
-        if self.capturable and self._is_shared(slot):
+        shape, shared = tuple(slot.param.shape), self._is_shared(slot.group, slot.param)
+        if self.capturable and shared:
             raise UnsupportedFeatureError(
                 f"Parameter {slot.name!r} is stepped by several ranks together, which "
                 "capturable=True cannot: pass sharded_mode='approx' or capturable=False"
@@ -160,7 +160,9 @@ class GefenMuon(Options, QuantisedOptimizer):
                 f"Parameter {slot.name!r} has shape {shape}: GefenMuon takes matrices, or stacks "
                 "of them, only; use GefenMuonHybrid, or give the others to Gefen"
             )
-        if layout.gathered and not self._is_shared(slot) and is_shared(slot.param):
+        # How others lie is looked at in a step, of which all ranks hear.
+        alone = is_shared(slot.param) and not shared
+        if alone and self._layout(slot).gathered:
             raise UnsupportedParameterError(
                 f"Parameter {slot.name!r} has placements {slot.param.placements}: "  # type: ignore[attr-defined]
                 "sharded_mode='approx' steps rows, and these are cut; pass 'exact'"
@@ -185,8 +187,8 @@ class GefenMuon(Options, QuantisedOptimizer):
         super()._count(works)
         advance([work.entry for work in works if work.settings["normuon"]], NORMUON_STEP)
 
-    def _is_shared(self, slot: Slot) -> bool:
-        return slot.group["sharded_mode"] != "approx" and is_shared(slot.param)
+    def _is_shared(self, group: Mapping[str, Any], param: Tensor) -> bool:
+        return group["sharded_mode"] != "approx" and is_shared(param)
 
     def _sharded_mode(self, slot: Slot) -> str:
         mode: str = slot.group["sharded_mode"]
@@ -315,6 +317,5 @@ def _buckets(works: list[Work]) -> Iterator[list[Work]]:
 def _workspace(param: Tensor) -> int:
     """Bytes of an iteration: for each matrix, two bfloat16 copies of it and of its Gram matrix."""
     rows, columns = param.shape[-2:]
-    return (
-        4 * (param.numel() // max(rows * columns, 1)) * (rows * columns + min(rows, columns) ** 2)
-    )
+    matrices = param.numel() // max(rows * columns, 1)
+    return 4 * matrices * (rows * columns + min(rows, columns) ** 2)

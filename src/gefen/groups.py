@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gefen import hyperparameters as check
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import GEFEN_X_BETAS
+from gefen.parameters import plain
 from gefen.routing import Decided, NamedParams, decided, halves, pairs, validate_split
 from gefen.sides import BACKUP, MUON, Sides, check_all_meant
 
@@ -19,6 +20,15 @@ RATES = ("lr", "weight_decay")
 
 UNCHECKED = frozenset({"params", "initial_lr"})
 """What a group may hold besides settings; schedulers resume from its ``initial_lr``."""
+
+
+OF_CONSTRUCTOR = frozenset(
+    (
+        *("fused", "deterministic", "capturable", "verbose", "codebook_refresh_every"),
+        "param_names",
+    )
+)
+"""What no group may hold: names come with the pairs."""
 
 
 class Halves(NamedTuple):
@@ -75,9 +85,15 @@ class Router:
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What a group sets for each half, valid even where that gets none of its parameters."""
+        misplaced = sorted(group.keys() & OF_CONSTRUCTOR)
+        if misplaced:
+            raise InvalidArgumentError(
+                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
+                "holds for all groups"
+            )
         rates = {f"{half}_{rate}" for half in self.checks for rate in RATES}
         known = UNCHECKED.union(rates, *self.checks.values())
-        # Each half says what it thinks of keys that none of them knows.
+        # Keys that none knows are the user's own, unless a half has something against them.
         others = {key: value for key, value in group.items() if key not in known}
         betas = {key: others.pop(key) for key in GEFEN_X_BETAS if key in others}
         own = {MUON: others, BACKUP: others | betas}
@@ -107,7 +123,8 @@ class Router:
         rest: NamedParams = []
         exempt: NamedParams = []
         for name, param in params:
-            undecayed = any(part in name.lower() for part in self.no_decay)
+            called = name.lower(), plain(name).lower()
+            undecayed = any(part in one for part in self.no_decay for one in called)
             (exempt if undecayed else rest).append((name, param))
         return _with(rest, settings) + _with(exempt, {**settings, "weight_decay": 0.0})
 

@@ -46,10 +46,13 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     ``lr`` and ``weight_decay`` hold for both halves, unless ``muon_lr``, ``backup_lr``,
     ``muon_weight_decay`` or ``backup_weight_decay`` are given. ``betas``, ``eps``,
-    ``backup_1d_period_one``, ``backup_2d_period_one`` and ``no_decay_substrings`` (parts of
-    names, in any case, that get no weight decay) are the backup's; the rest are those of
-    :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" (second moments by blocks) or
+    ``backup_1d_period_one``, ``backup_2d_period_one``, ``backup_factored_v_2d`` and
+    ``no_decay_substrings`` (parts of names, in any case, that get no weight decay) are the
+    backup's; the rest are those of :class:`~gefen.GefenMuon`. ``backup_optimizer`` is "gefen" or
     "adamw" (torch's, whose state has the parameters' dtypes).
+
+    gefen-x has ``ns_schedule="tuned3"`` and ``backup_factored_v_2d=False``, with which small
+    models train worse than with Muon and AdamW: see ``docs/convergence.md``.
 
     ``param_groups`` are Muon's, in the order given, then the backup's; they and ``state`` are
     those of both halves: schedulers, GradScaler and hooks treat this as one optimizer. With
@@ -82,7 +85,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        ns_schedule: str | Iterable[Iterable[float]] | None = "tuned3",
+        ns_schedule: str | Iterable[Iterable[float]] | None = "standard",
         adjust_lr_fn: str | None = "match_rms_adamw",
         sharded_mode: str = "exact",
         fp8_ns: bool = False,
@@ -100,6 +103,7 @@ class GefenMuonHybrid(CheckpointedOptimizer):
         maximize: bool = False,
         bf16_stochastic_round: bool = False,
         sides: Sides | None = None,
+        backup_factored_v_2d: bool = True,
     ) -> None:
         given = locals()
         self._make_muon, self._make_backup = _muon_maker(given), _backup_maker(given)
@@ -273,7 +277,7 @@ def _backup_maker(given: dict[str, Any]) -> partial[Any]:
             )
         checks = {**BackupAdamW.checks, "capturable": check.flag}
         return _maker(BackupAdamW, checks, given | own)
-    own["factored_v_2d"] = False
+    own["factored_v_2d"] = check.flag("backup_factored_v_2d", given["backup_factored_v_2d"])
     return _maker(Gefen, {**Gefen.checks, **Gefen.option_checks}, given | own)
 
 

@@ -62,6 +62,6 @@ def adapt(entry: Entry, codebook: Tensor) -> None:
     if INDEX not in entry or known is None or known is codebook:
         return
     index = held(entry[INDEX])
-    old, new = (book.to(index.device) for book in (known, codebook))
+    old, new = known.to(index.device), codebook.to(index.device)
     if not torch.equal(old, new):
         reencode(index, old, new)

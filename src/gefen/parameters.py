@@ -35,11 +35,13 @@ class Slot(NamedTuple):
     def stream(self) -> int:
         """What keys the random numbers of stochastic rounding, below 2^56: the name, if any.
 
-        Ranks that hold other parameters before it, or none, still draw alike.
+        Ranks that hold other parameters before it, or none, still draw alike, as do runs that
+        wrap their model in another way. Two that share a name by that share their numbers only.
         """
         if not self.group.get("param_names"):
             return self.number
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=7).digest(), "big")
+        name = plain(self.name).encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
 
 
 def slots(groups: Iterable[dict[str, Any]]) -> Iterator[Slot]:
@@ -80,6 +82,15 @@ def _unwrapped(name: str) -> str:
     if not any(wrapper in name for wrapper in WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+
+
+def plain(name: str) -> str:
+    """A name without whatever wrappers may have put in front or between.
+
+    For patterns and the like: two parameters may have the same one, where a module of the user's
+    is called as a wrapper is.
+    """
+    return ".".join(part for part in name.split(".") if part not in {*WRAPPERS, "module"}) or name
 
 
 def comparable_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str] | None]:
@@ -245,8 +256,13 @@ def _check_format(tensor: Tensor, label: str) -> None:
         raise UnsupportedParameterError(f"{label} has dtype {tensor.dtype}: must be {allowed}")
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; imports nothing, as one cannot exist before its module."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -267,5 +283,7 @@ def local(tensor: Any) -> Tensor:
 
 def held(tensor: Any) -> Tensor:
     """What this rank holds of a tensor that needs no gradient; shares the memory."""
-    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    part: Tensor = tensor.to_local()
     return part

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 from gefen.hyperparameters import refuse
-from gefen.parameters import check_parameter
+from gefen.parameters import check_parameter, plain
 
 MUON, BACKUP, LEFT_OUT = "muon", "backup", "left out"
 
@@ -37,9 +37,6 @@ EXPERTS = frozenset(
     ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13", "wi", "wo")
 )
 """What a tensor with one matrix for each expert is called."""
-
-WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Modules that DDP, torch.compile, FSDP1 and activation checkpointing put around others."""
 
 _NO_WEIGHT = re.compile(
     r"bias|(^|_)log($|_)|_table$|(^|_)pos(_|$)|position|embed|token|quer(y|ies)$|scale|gamma|"
@@ -181,12 +178,7 @@ def check_all_meant(sides: Sides | None, names: list[str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(_plain(name), pattern)
-
-
-def _plain(name: str) -> str:
-    """A name without what wrappers put in front or between."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return fnmatchcase(name, pattern) or fnmatchcase(plain(name), pattern)
 
 
 def _check_side(name: str, side: object) -> str:
@@ -249,7 +241,7 @@ def _head(subject: Subject) -> str | None:
     if subject.head is not None:
         return subject.head
     for name in subject.names:
-        *path, attribute = _plain(name).split(".")
+        *path, attribute = plain(name).split(".")
         if not path or "weight" not in attribute:
             continue
         alone = not any(part.isdigit() for part in path)

@@ -7,8 +7,8 @@ from typing import NoReturn
 from gefen.errors import UnsupportedFeatureError
 
 _DCP = (
-    "optimizer state is saved and resharded by torch.distributed.checkpoint itself, exactly: save "
-    "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}; see docs/sharding.md"
+    "torch.distributed.checkpoint saves optimizer.state_dict() itself and loads it on any number "
+    "of ranks, after gefen.prepare_load(model, optimizer, checkpoint); see docs/checkpoints.md"
 )
 
 

@@ -32,7 +32,7 @@ def other_dtype(optimizer: GefenMuon) -> None:
 
 
 def other_option(optimizer: GefenMuon) -> None:
-    optimizer.options["deterministic"] = True
+    optimizer.fused = False
 
 
 DIFFERENCES: dict[str, tuple[Any, str, str]] = {
@@ -50,7 +50,7 @@ DIFFERENCES: dict[str, tuple[Any, str, str]] = {
     "option": (
         other_option,
         "HyperparameterMismatchError",
-        "deterministic is False on ranks 0, 2",
+        "fused is True on ranks 0, 2, but False on rank 1",
     ),
 }
 
@@ -74,7 +74,7 @@ def differing(rank: int, world: int, mode: str, difference: str) -> tuple[str, s
     assert same(before, contents(optimizer, params))
     if rank == 1 and difference == "dtype":
         nn.ParameterList([params["b"]]).to(torch.float32)
-    optimizer.options["deterministic"] = False
+    optimizer.fused = True
     optimizer.load_state_dict(older)
     train(optimizer, params, place, range(1, 2))
     return told

@@ -147,8 +147,8 @@ def test_columns_whose_sum_is_beyond_float32(backend: Any) -> None:
     """A step does not depend on the scale of gradients and state."""
     params = []
     for scale in (1.0, 2.0**-60):
-        task = factored(torch.zeros(4, 64), 64, EXACT)
-        task.momentum.index[:] = torch.arange(256)
+        task = factored(torch.zeros(4, 320), 64, EXACT)
+        task.momentum.index[:] = torch.arange(4 * 320) % SIZE
         task.momentum.magnitude.fill_(1e19 * scale)
         for moment in moments(task):
             moment.fill_(3e38 * scale**2)

@@ -14,8 +14,11 @@ from typing import Any
 import gefen_x_runs as cases
 import pytest
 import torch
+import torch.distributed as dist
 from gefen_x_runs import rebuilt, recorded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from training import gradients, start, train
 from workload import model
 
@@ -71,7 +74,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 def _() -> None:
     for kind in (Gefen, GefenMuon, GefenMuonHybrid):
         found = list(inspect.signature(kind).parameters)
-        assert found[-2:] == ["maximize", "bf16_stochastic_round"]  # the rest: test_init.py
+        new = ["maximize", "bf16_stochastic_round"]
+        if kind is GefenMuonHybrid:
+            new += ["sides", "backup_factored_v_2d"]
+        assert found[-len(new) :] == new  # the rest: test_init.py
+    defaults = inspect.signature(GefenMuonHybrid).parameters
+    assert defaults["ns_schedule"].default == "standard"
+    assert defaults["backup_factored_v_2d"].default is True
 
 
 @row("`fused=True`")
@@ -194,9 +203,9 @@ def _() -> None:
     found = {}
     for key, chosen in {"off": {}, "on": {"fp8_ns": True}}.items():
         for compiled in (True, False):
-            param = start((256, 256))
+            param = start((512, 512))
             optimizer = GefenMuon([param], fp8_ns_compile=compiled, **chosen)
-            found[key, compiled] = train(optimizer, param, gradients((256, 256), 1))
+            found[key, compiled] = train(optimizer, param, gradients((512, 512), 1))
     assert same(found["on", True], found["on", False])
     assert not same(found["on", True], found["off", True])
 
@@ -286,6 +295,26 @@ def goes_on(kind: str, tolerance: float | None) -> Any:
     return optimizer
 
 
+@row("either, loaded under FSDP2")
+def _() -> None:
+    """On two ranks, with the steps that follow, in tests/distributed/test_gefen_x.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net, _, found = rebuilt("gefen-deterministic")
+        spread = {
+            name: nn.Parameter(distribute_tensor(param.detach(), mesh))
+            for name, param in net.items()
+        }
+        optimizer = Gefen(spread.items(), deterministic=True)
+        optimizer.load_state_dict(found["state_dict"])
+        saved = found["state_dict"]["state"][0]["automatic_period"]
+        assert saved == 24
+        assert optimizer.state[spread["Block.Embed.weight"]]["period"] == 12
+    finally:
+        dist.destroy_process_group()
+
+
 @row("`factored_v_2d` and others that it does not save")
 def _() -> None:
     net, _, found = rebuilt("gefen-deterministic")
@@ -315,7 +344,7 @@ def _() -> None:
 @row("`GefenDCPState`, `GefenSavePlanner`, `GefenFileSystemWriter`")
 def _() -> None:
     for name in ("GefenDCPState", "GefenSavePlanner", "GefenFileSystemWriter"):
-        with pytest.raises(UnsupportedFeatureError, match=r"torch\.distributed\.checkpoint"):
+        with pytest.raises(UnsupportedFeatureError, match=r"gefen\.prepare_load"):
             getattr(gefen, name)()
 
 

@@ -144,7 +144,7 @@ def explain(summaries: Mapping[str, Any], details: Mapping[str, Any]) -> Sharded
         said: dict[str, list[int]] = {}
         for rank in sorted(failures):
             said.setdefault(failures[rank], []).append(rank)
-        lines = [f"{_who(ranks)} failed with {text}" for text, ranks in said.items()]
+        lines = [f"{in_words(ranks)} failed with {text}" for text, ranks in said.items()]
         return PeerFailureError(_message("A rank failed before the step", lines, _UNCHANGED))
     faults = _fault_lines(summaries)
     if faults:
@@ -166,7 +166,7 @@ def _fault_lines(summaries: Mapping[str, Any]) -> list[str]:
         if summary["fault"]:
             said.setdefault(summary["fault"], set()).add(int(rank))
     ordered = sorted(said.items(), key=lambda item: (sorted(item[1]), item[0]))
-    return [f"on {_who(ranks)}, {text}" for text, ranks in ordered]
+    return [f"on {in_words(ranks)}, {text}" for text, ranks in ordered]
 
 
 def _compare_units(summaries: Mapping[str, Any], details: Mapping[str, Any]) -> ShardedStepError:
@@ -228,15 +228,15 @@ def _label(record: Record) -> str:
 def _identity_lines(views: Views) -> list[str]:
     lines = []
     if len({len(records) for _, records in views}) > 1:
-        counts = [f"{len(records)} on {_who(ranks)}" for ranks, records in views]
+        counts = [f"{len(records)} on {in_words(ranks)}" for ranks, records in views]
         lines.append(f"the number of parameters is {', '.join(counts)}")
     for key, label in _every_key(views).items():
         held = [(ranks, [r for r in records if _key(r) == key]) for ranks, records in views]
         without = [rank for ranks, found in held if not found for rank in ranks]
         if without:
-            lines.append(f"{label} is missing on {_who(without)}")
+            lines.append(f"{label} is missing on {in_words(without)}")
         elif len({_signature(found[0]) for _, found in held}) > 1:
-            parts = [f"{_signature(found[0])} on {_who(ranks)}" for ranks, found in held]
+            parts = [f"{_signature(found[0])} on {in_words(ranks)}" for ranks, found in held]
             lines.append(f"{label} has {', but '.join(parts)}")
         elif len({found[0]["mesh"] for _, found in held}) > 1:
             lines.append(f"{label} lies on another mesh of the same ranks on each of them")
@@ -250,7 +250,9 @@ def _every_key(views: Views) -> dict[Hashable, str]:
 def _order_lines(views: Views) -> list[str]:
     for position in range(len(views[0][1]) if views else 0):
         if len({_key(records[position]) for _, records in views}) > 1:
-            parts = [f"{_label(records[position])} on {_who(ranks)}" for ranks, records in views]
+            parts = [
+                f"{_label(records[position])} on {in_words(ranks)}" for ranks, records in views
+            ]
             return [f"position {position} holds {', but '.join(parts)}"]
     return []
 
@@ -269,8 +271,8 @@ def _presence_lines(views: Views) -> list[str]:
         }
         if present[True] and present[False]:
             lines.append(
-                f"{_label(record)} has a gradient on {_who(present[True])} "
-                f"but none on {_who(present[False])}"
+                f"{_label(record)} has a gradient on {in_words(present[True])} "
+                f"but none on {in_words(present[False])}"
             )
     return lines
 
@@ -293,7 +295,9 @@ def _value_lines(views: Views, kind: str) -> list[str]:
         values = [(ranks, records[position][kind]) for ranks, records in views]
         for name in sorted({name for _, held in values for name in held}):
             if len({held.get(name) for _, held in values}) > 1:
-                parts = [f"{held.get(name, 'absent')} on {_who(ranks)}" for ranks, held in values]
+                parts = [
+                    f"{held.get(name, 'absent')} on {in_words(ranks)}" for ranks, held in values
+                ]
                 said.setdefault(f"{name} is {', but '.join(parts)}", []).append(_label(record))
     return [f"{text} for {first_few(labels)}" for text, labels in said.items()]
 
@@ -302,7 +306,8 @@ def _partition(views: Views) -> int:
     return len({tuple(record["group"] for record in records) for _, records in views})
 
 
-def _who(ranks: Iterable[int]) -> str:
+def in_words(ranks: Iterable[int]) -> str:
+    """Write ranks for a sentence: ``ranks 0-3, 6``."""
     ranks = sorted(ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {show_ranks(ranks)}"
 

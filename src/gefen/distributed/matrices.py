@@ -60,7 +60,8 @@ def _through_others(muon: GefenMuon, works: Sequence[Work], failure: StepFailure
     """Updates of matrices whose rows other ranks have too."""
     pending: Pending = []
     matrices = [_matrix(muon, work.slot, work) for work in works]
-    all_ = [_matrix(muon, slot) for slot in slots(muon.param_groups) if muon._is_shared(slot)]
+    found = slots(muon.param_groups)
+    all_ = [_matrix(muon, s) for s in found if muon._is_shared(s.group, s.param)]
     held_ = [m for m in all_ if m.layout.in_rows and len(m.layout.shape) == 2]
 
     def direct(bucket: list[Matrix]) -> Full:

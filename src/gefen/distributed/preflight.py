@@ -180,7 +180,7 @@ class Preflight:
         mine = {} if failure is None else {str(rank): str(failure)}
         texts = flood(self.channels, self._topology.rounds, mine, purpose)
         told_by = {text: [r for r in texts if texts[r] == text] for text in texts.values()}
-        lines = [f"{show_ranks(map(int, who))}: {text}" for text, who in told_by.items()]
+        lines = [f"{diagnosis.in_words(map(int, who))}: {text}" for text, who in told_by.items()]
         raise CheckpointError(
             f"{purpose} failed, and changed nothing on any rank; on " + "; on ".join(lines)
         ) from failure

@@ -80,9 +80,7 @@ def block_step(tasks: Sequence[BlockStep]) -> None:
             first = start // momentum.period
             v = moments[first : first + len(top), None].to(top.dtype)
             below = _floored(v.sqrt().div_(root2).add_(adam.eps))
-            step = (top * rate).div_(below)
-            # Finite for finite momenta: no entry may become NaN for being 0.
-            step = _bounded(step, top, torch.finfo(step.dtype).max)
+            step = _finite((top * rate).div_(below), top)
             move = _bounded(entry.mul_(step), top, reach)
             with write.decayed(start, stop) as param:
                 param.view_as(move).sub_(move)
@@ -103,9 +101,12 @@ def factored_step(tasks: Sequence[FactoredStep]) -> None:
         write = _Writer(task.param, adam.decay, task.rounding, momentum.offset, scratch)
         for start, stop, _, entry, top in _advance(momentum, scratch):
             below = scratch.take("below", stop - start)
-            _root(row, column, mean.to(below.dtype), start, below)
-            below = _floored(below.div_(root2).add_(adam.eps)).view_as(entry)
-            move = _bounded(entry.mul_(top).mul_(rate).div_(below), top, reach)
+            _root(row, column, mean.to(below.dtype), root2, start, below)
+            below = below.add_(adam.eps).view_as(entry)
+            if adam.eps < torch.finfo(below.dtype).tiny:
+                _floored(below)
+            move = entry.mul_(_finite(top * rate, top)).div_(below)
+            move = _bounded(move, top, reach)
             with write.decayed(start, stop) as param:
                 param.view_as(move).sub_(move)
 
@@ -199,7 +200,16 @@ def _bounded(values: Tensor, top: Tensor, limit: Scalar) -> Tensor:
     ``top`` [blocks, 1] are the momenta's magnitudes.
     """
     most = torch.full_like(top, torch.inf).masked_fill_(top.isfinite(), limit)
-    return values.clamp_(-most, most)
+    torch.minimum(values, most, out=values)  # many times faster than clamp
+    return torch.maximum(values, most.neg_(), out=values)
+
+
+def _finite(step: Tensor, top: Tensor) -> Tensor:
+    """``step`` [blocks, 1], which overflows for finite momenta to what is still a number.
+
+    What is infinite would make NaN of entries that are 0.
+    """
+    return _bounded(step, top, torch.finfo(step.dtype).max)
 
 
 def _subtract(values: Tensor, step: Tensor, rate: Scalar) -> None:
@@ -360,15 +370,17 @@ def _squares(
             yield part, top, bottom, left, right
 
 
-def _root(row: Tensor, column: Tensor, mean: Tensor, start: int, out: Tensor) -> None:
-    """``out`` ← sqrt(r cᵀ / mean) from element ``start`` on; zeros where ``mean`` is zero.
+def _root(
+    row: Tensor, column: Tensor, mean: Tensor, root2: Scalar, start: int, out: Tensor
+) -> None:
+    """``out`` ← sqrt(r cᵀ / mean) / root2 from element ``start`` on; zeros where mean is zero.
 
     As a product of two roots: r and c of small gradients would underflow if multiplied first.
     """
     mean = mean.masked_fill(mean == 0, 1)
     filled = 0
     for top, bottom, left, right in rectangles(start, start + len(out), len(column)):
-        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_()
+        tall = row[top:bottom, None].to(out.dtype).div(mean).sqrt_().div_(root2)
         wide = column[left:right].to(out.dtype).sqrt()
         part = out[filled : filled + len(tall) * len(wide)].view(len(tall), len(wide))
         torch.mul(tall, wide, out=part)

@@ -12,7 +12,7 @@ from gefen import GefenMuon, GefenMuonHybrid
 @pytest.mark.parametrize("compiled", [True, False])
 def test_muon_takes_it(compiled: bool, device: torch.device) -> None:
     """Alone, and in a batch beside a group that does not."""
-    shape = (256, 256)
+    shape = (512, 512)
     plain, first, second = (start(shape, device=device) for _ in range(3))
     chosen = {"weight_decay": 0.0, "fp8_ns_compile": compiled}
     before = plain.detach().clone()
@@ -27,7 +27,7 @@ def test_muon_takes_it(compiled: bool, device: torch.device) -> None:
     assert 0.02 * moved < off < 0.4 * moved
 
 
-@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.parametrize("size", [8, 512])
 def test_the_hybrid_takes_it(size: int, device: torch.device) -> None:
     param = start((size, size), device=device)
     before = param.detach().clone()

@@ -139,6 +139,7 @@ def test_a_group_that_is_refused_leaves_nothing(backup: str) -> None:
         {"params": part(model, "second"), "muon_lr": -1},
         {"params": [*part(model, "second"), ("first.bias", nn.Parameter(torch.zeros(2)))]},
         {"params": [("integers", integers)]},
+        {"params": part(model, "second"), "amsgrad": True},
         {"params": part(model, "second"), "deterministic": True},
     ):
         with pytest.raises(InvalidArgumentError):
@@ -149,12 +150,15 @@ def test_a_group_that_is_refused_leaves_nothing(backup: str) -> None:
     ]
 
 
-def test_settings_that_no_group_takes_are_named() -> None:
-    for key in ("deterministic", "capturable"):
+def test_settings_that_no_group_has_are_named() -> None:
+    for key in ("deterministic", "capturable", "param_names"):
         with pytest.raises(InvalidArgumentError, match=f"Invalid {key} in a parameter group"):
             GefenMuonHybrid([{"params": net().named_parameters(), key: True}], lr=0.1)
+    own = {"params": net().named_parameters(), "lr_scale": 0.5}
+    groups = GefenMuonHybrid([own], lr=0.1).param_groups
+    assert [group["lr_scale"] for group in groups] == [0.5, 0.5]
     # Each half has its own: torch's AdamW has no blocks.
-    group = {"params": [*net().named_parameters()], "force_1d_period_one": True}
+    group = {"params": list(net().named_parameters()), "force_1d_period_one": True}
     GefenMuonHybrid([group], lr=0.1)
     with pytest.raises(InvalidArgumentError, match="force_1d_period_one"):
         GefenMuonHybrid([group], lr=0.1, backup_optimizer="adamw")
@@ -201,7 +205,7 @@ def test_equals_optimizers_of_its_own(device: torch.device) -> None:
         ],
         lr=0.02,
         weight_decay=0.0,
-        ns_schedule="tuned3",
+        ns_schedule="standard",
         normuon=True,
         adjust_lr_fn="match_rms_adamw",
     )
@@ -211,7 +215,7 @@ def test_equals_optimizers_of_its_own(device: torch.device) -> None:
             {"params": part(apart, "second.bias", "norm")},
         ],
         lr=0.02,
-        factored_v_2d=False,
+        factored_v_2d=True,
     )
     for number in range(3):
         give_gradients(model, number)

@@ -74,12 +74,12 @@ def test_equals_its_two_halves(backup: str, device: torch.device) -> None:
         lr=0.02,
         weight_decay=0.1,
         momentum=0.9,
-        ns_schedule="tuned3",
+        ns_schedule="standard",
         normuon=True,
         adjust_lr_fn="match_rms_adamw",
     )
     if backup == "gefen":
-        second: torch.optim.Optimizer = Gefen(others, factored_v_2d=False, **chosen)
+        second: torch.optim.Optimizer = Gefen(others, **chosen)
     else:
         second = torch.optim.AdamW(others, **chosen)
     for number in range(4):
@@ -269,7 +269,7 @@ def test_added_groups_are_routed(backup: str) -> None:
     hybrid.add_param_group({"params": [("new.weight", more.outer.weight)], "lr": 0.3})
     hybrid.add_param_group({"params": [("new.bias", more.inner.bias)], "weight_decay": 0.2})
     assert [group["lr"] for group in hybrid.param_groups] == [0.1, 0.3, 0.1]
-    assert hybrid.param_groups[1]["ns_schedule"] == "tuned3"
+    assert hybrid.param_groups[1]["ns_schedule"] == "standard"
     assert hybrid.param_groups[2]["weight_decay"] == 0.2
     for module in (model, more):
         give_gradients(module, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
-from training import own_copy
 from workload import OPTIMIZERS, bytes_of, model
 
 from gefen import Gefen, GefenMuonHybrid
@@ -20,8 +20,9 @@ from gefen.errors import CheckpointError, InvalidArgumentError, UnsupportedParam
 
 
 @pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def world(device: torch.device) -> Iterator[None]:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -34,19 +35,27 @@ def ddp(net: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net)
 
 
+def own_copy(saved: Any) -> Any:
+    """Through torch.save, as a user would get it."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
 WRAPPINGS: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda net: net,
     "ddp": ddp,
     "compiled": compiled,
-    "ddp of compiled": lambda net: ddp(compiled(net)),
-    "compiled ddp": lambda net: compiled(ddp(net)),
-    "data parallel": nn.DataParallel,
-    "averaged ddp": lambda net: AveragedModel(ddp(net)),
+    "ddp-of-compiled": lambda net: ddp(compiled(net)),
+    "compiled-ddp": lambda net: compiled(ddp(net)),
+    "data-parallel": nn.DataParallel,
+    "averaged-ddp": lambda net: AveragedModel(ddp(net)),
     "layerwise": lambda net: nn.Sequential(
         compiled(net[0]), checkpoint_wrapper(net[1]), checkpoint_wrapper(net[2]), net[3]
     ),
 }
-FOUR = ("plain", "ddp", "compiled", "ddp of compiled")
+FOUR = ("plain", "ddp", "compiled", "ddp-of-compiled")
 PAIRS = [
     *itertools.permutations(FOUR, 2),
     *((kind, "plain") for kind in WRAPPINGS if kind not in FOUR),
@@ -57,7 +66,9 @@ PAIRS = [
 def loss(net: Any, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(24, (6,), generator=generator)
-    result: Tensor = (net(tokens) * torch.randn(6, 8, generator=generator)).square().mean()
+    targets = torch.randn(6, 8, generator=generator)
+    device = next(net.parameters()).device
+    result: Tensor = (net(tokens.to(device)) * targets.to(device)).square().mean()
     return result
 
 
@@ -69,23 +80,38 @@ def train(net: Any, optimizer: torch.optim.Optimizer, numbers: range) -> Any:
     return bytes_of(list(net.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["gefen", "muon", "hybrid", "hybrid-adamw"])
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **{kind: OPTIMIZERS[kind] for kind in ("gefen", "muon", "hybrid", "hybrid-adamw")},
+    "named-stochastic": lambda net: Gefen(net.named_parameters(), lr=1e-2, stochastic_round=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
-def test_a_run_resumes_wrapped_in_another_way(saved: str, resumed: str, kind: str) -> None:
-    net = WRAPPINGS[saved](model())
-    optimizer = OPTIMIZERS[kind](net)
+def test_a_run_resumes_wrapped_in_another_way(
+    saved: str, resumed: str, kind: str, device: torch.device
+) -> None:
+    net = WRAPPINGS[saved](model(device=device))
+    optimizer = KINDS[kind](net)
     train(net, optimizer, range(3))
-    weights = [param.detach().clone() for param in net.parameters()]
+    weights = own_copy([param.detach() for param in net.parameters()])
     state = own_copy(optimizer.state_dict())
     expected = train(net, optimizer, range(3, 5))
 
-    net = WRAPPINGS[resumed](model(seed=1))
-    optimizer = OPTIMIZERS[kind](net)
+    net = WRAPPINGS[resumed](model(device=device, seed=1))
+    optimizer = KINDS[kind](net)
     with torch.no_grad():
         for param, weight in zip(net.parameters(), weights, strict=True):
             param.copy_(weight)
     optimizer.load_state_dict(state)
     assert train(net, optimizer, range(3, 5)) == expected
+
+
+def test_weight_decay_goes_by_names_without_wrappers() -> None:
+    net = WRAPPINGS["layerwise"](model())
+    optimizer = GefenMuonHybrid(net, lr=0.1, weight_decay=0.1, no_decay_substrings=("1.bias",))
+    exempt = [group for group in optimizer.param_groups if group["weight_decay"] == 0]
+    assert [group["param_names"] for group in exempt] == [["1._checkpoint_wrapped_module.bias"]]
 
 
 def test_names_in_errors_and_settings_are_those_without_wrappers() -> None:
