@@ -236,7 +236,9 @@ class Gefen(Options, QuantisedOptimizer):
         sharing = self._sharing()
         rows = [w for w in works if w.shared and w.layout.in_rows and V_COL in w.entry]
         means = sharing.total(rows, columns, mean, failure, torch.float32)
+        # Ranks need not have registered what lies on different meshes in one order.
         cut = [work for work in works if work.shared and not work.layout.in_rows]
+        cut.sort(key=sharing.key)
         wholes = sharing.gathered(cut, failure)
         return means, [
             (work, replace(whole, param=sharing.whole_target(work)))

@@ -39,22 +39,34 @@ def refuse_controls(optimizer: Any) -> None:
 
     One with float16 parameters does not leave it: its halves are told what the scaler found.
     """
-    takes = has_float16(optimizer)
-    for half in optimizer._halves():
-        half._scaled_by = optimizer if takes else None
-    for name in CONTROLS:
-        if getattr(optimizer, name, None) is None:
-            continue
+    takes = hand_on(optimizer)
+    for name in _given(optimizer):
         if not takes:
             raise InvalidArgumentError(
                 f"{name} is set, but this optimizer takes unscaled gradients: delete it, and "
                 "step through torch.amp.GradScaler.step()"
             )
+
+
+def hand_on(optimizer: Any) -> bool:
+    """Have halves unscale copies where there are float16 parameters; whether there are any.
+
+    Raises where a half cannot.
+    """
+    takes = has_float16(optimizer)
+    for half in optimizer._halves():
+        half._scaled_by = optimizer if takes else None
+    for name in _given(optimizer) if takes else ():
         if any(isinstance(half, torch.optim.AdamW) for half in optimizer._halves()):
             raise InvalidArgumentError(
                 f"{name} is set: torch's AdamW cannot unscale beside float16 parameters; pass "
                 "backup_optimizer='gefen', or step float32 copies of the parameters"
             )
+    return takes
+
+
+def _given(optimizer: Any) -> list[str]:
+    return [name for name in CONTROLS if getattr(optimizer, name, None) is not None]
 
 
 def has_overflowed(optimizer: Any) -> bool:
@@ -100,11 +112,14 @@ def unscaled(optimizer: Any, works: list[Work]) -> list[Work]:
 class Unscaling:
     """Gradients divided by ``grad_scale`` in place, as the scaler does it.
 
+    Not beside float16 parameters, where halves have unscaled copies by then (:func:`hand_on`).
+
     revocable: keep copies, so that :meth:`revoke` gives back their bytes.
     """
 
     def __init__(self, optimizer: Any, revocable: bool) -> None:
-        self._scale = getattr(optimizer, "grad_scale", None)
+        scale = getattr(optimizer, "grad_scale", None)
+        self._scale = None if scale is None or has_float16(optimizer) else scale
         self._revocable = revocable
         self._kept: list[tuple[Tensor, Tensor]] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matrices import SHAPES, STEPS, give, gradient, layout, over, parameters, train, whole
+from matrices import SHAPES, STEPS, alone, give, gradient, layout, over, parameters, train, whole
 from ranks import RankPool
 from sharded import contents, refusal, same
 from torch import nn
@@ -227,3 +227,22 @@ def replicated(rank: int, world: int) -> None:
 
 def test_replicas_step_alike(ranks: RankPool) -> None:
     ranks.run(replicated, 4)
+
+
+def rounded(rank: int, world: int, where: str, chosen: dict[str, bool]) -> None:
+    """Each element is rounded by the random number that it has in one process."""
+    found = []
+    for place in (layout(where, world), alone):
+        params = parameters(place, torch.bfloat16)
+        optimizer = GefenMuon(params.items(), lr=0.02, bf16_stochastic_round=True, **chosen)
+        found.append(train(optimizer, params, place))
+    for name, value in found[1].items():
+        assert torch.equal(found[0][name], value), name
+
+
+@pytest.mark.parametrize("chosen", [{}, {"cautious": True}], ids=["plain", "cautious"])
+@pytest.mark.parametrize(("where", "world"), [("rows", 3), ("columns", 2), ("grid", 4)])
+def test_rounding_of_bfloat16_is_that_of_one_process(
+    ranks: RankPool, where: str, world: int, chosen: dict[str, bool]
+) -> None:
+    ranks.run(rounded, world, where, chosen)

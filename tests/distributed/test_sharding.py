@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from gefen import GefenMuon, GefenMuonHybrid
+from gefen import Gefen, GefenMuon, GefenMuonHybrid
 from gefen.blocks import row_period
 from gefen.codebook import fixed
 from gefen.errors import ShardedStepError, UnsupportedParameterError
@@ -415,3 +415,47 @@ def unscaled_bits(rank: int, world: int) -> None:
 
 def test_scaled_steps_have_the_bits_of_one_process(ranks: RankPool) -> None:
     ranks.run(unscaled_bits, 2)
+
+
+def unscaled_float16(rank: int, world: int, where: str, kind: str) -> None:
+    """Gradients that float16 loses without their scale count as in one process."""
+    place = layout(where, world)
+    params, lonely = (parameters(how, torch.float16) for how in (place, alone))
+    for mine, how in ((params, place), (lonely, alone)):
+        for name, param in mine.items():
+            full = gradient(name, 1)
+            assert full is not None
+            param.grad = how(name, (full * 1e-3).half())
+        make = {"gefen": Gefen, "muon": GefenMuon}[kind]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale(torch.ones(()))
+        scaler.step(make(mine.items(), lr=0.02, eps=1e-12))
+    for name, param in params.items():
+        found, expected = whole(param.detach()), lonely[name].detach()
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("where", ["rows", "columns"])
+@pytest.mark.parametrize("kind", ["gefen", "muon"])
+def test_float16_is_unscaled_as_in_one_process(ranks: RankPool, where: str, kind: str) -> None:
+    ranks.run(unscaled_float16, 2, where, kind)
+
+
+def scaled_adamw(rank: int, world: int) -> tuple[str, str]:
+    """torch's AdamW has no wider copy to unscale."""
+    place = layout("rows", world)
+    net = nn.Linear(8, 8)
+    for name in ("weight", "bias"):
+        param = nn.Parameter(place(name, torch.ones(8, 8)[0 if name == "bias" else ...].half()))
+        param.grad = param.detach().clone()
+        setattr(net, name, param)
+    optimizer: Any = GefenMuonHybrid(net, lr=0.02, backup_optimizer="adamw")
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    told = refusal(optimizer)
+    assert (whole(net.weight.detach()) == 1).all()
+    return told
+
+
+def test_adamw_beside_float16_is_refused_under_a_scaler(ranks: RankPool) -> None:
+    for _, text in ranks.run(scaled_adamw, 2):
+        assert "torch's AdamW cannot unscale beside float16 parameters" in text

@@ -13,7 +13,7 @@ from sharded import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gefen import Gefen
 
@@ -201,3 +201,25 @@ def test_blocks_are_chosen_by_the_rows_of_all_ranks(ranks: RankPool) -> None:
         assert found["periods"] == [0, 16]
         assert torch.equal(found["param"][2:], torch.ones(6, 48))
         assert (found["param"][:2] != 1).all()
+
+
+def crossed(rank: int, world: int) -> tuple[bytes, ...]:
+    """Rank 1 has registered what lies on two meshes the other way round."""
+    found: dict[str, nn.Parameter] = {}
+    for name, ranks, rows in (("pair", 2, 8), ("all", 3, 10)):
+        mesh = DeviceMesh("cpu", list(range(ranks)))
+        if rank < ranks:
+            whole_ = torch.linspace(-1, 1, rows * 12).view(rows, 12)
+            found[name] = nn.Parameter(distribute_tensor(whole_, mesh, [Shard(1)]))
+    optimizer = Gefen(sorted(found.items(), reverse=rank == 1))
+    for _ in range(2):
+        for param in found.values():
+            param.grad = param.detach().clone()
+        optimizer.step()
+    return tuple(whole(found[name].detach()).numpy().tobytes() for name in sorted(found))
+
+
+def test_columns_on_overlapping_meshes_are_stepped_in_any_order(ranks: RankPool) -> None:
+    first, second, third = ranks.run(crossed, 3)
+    assert first == second
+    assert third == first[:1]

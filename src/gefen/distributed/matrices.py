@@ -150,8 +150,22 @@ def _gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> P
 def _part(muon: GefenMuon, work: Work, whole: Work, pending: Pending) -> None:
     for _, update in muon._updates([whole]):
         settings = {**work.settings, "cautious": False}
+        taken = _taken(work, update)
+        if muon._rounding(work) is not None:
+            _step_rounded(muon, replace(work, settings=settings), taken)
+            continue
         own = replace(work, grad=held(work.slot.param.grad), settings=settings)
-        pending.append((own, own_part(work, _taken(work, update)).contiguous()))
+        pending.append((own, own_part(work, taken).contiguous()))
+
+
+def _step_rounded(muon: GefenMuon, work: Work, update: Tensor) -> None:
+    """Step this rank's part with the random numbers that its elements have in the whole."""
+    shape = work.layout.shape
+    places = torch.arange(shape.numel(), device=work.param.device).view(shape)
+    target = work.param.new_zeros(shape)
+    target.view(-1)[own_part(work, places).flatten()] = work.param.flatten()
+    muon._apply(replace(work, param=target), update, muon._shape(work))
+    work.param.copy_(own_part(work, target))
 
 
 def _taken(work: Work, update: Tensor) -> Tensor:

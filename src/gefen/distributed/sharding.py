@@ -13,7 +13,7 @@ from gefen.distributed import stepping
 from gefen.distributed.preflight import Member, Preflight
 from gefen.errors import PeerFailureError
 from gefen.parameters import is_shared, slots
-from gefen.scaling import Unscaling, has_overflowed
+from gefen.scaling import Unscaling, hand_on, has_overflowed
 from gefen.state import STEP
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Agreement:
             if self._broken:
                 raise PeerFailureError(_UNMENDED)
             overflow = has_overflowed(owner)
+            hand_on(owner)
             plans = [half._prepare(half._collect()) for half in halves]
         except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
             failure = error

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from gefen.blocks import block_sums, candidates, choose_period
 from gefen.distributed.mesh import channel_of, identify_meshes, peers_expected
-from gefen.layout import distributed_like
+from gefen.layout import distributed_like, like_other
 from gefen.parameters import held, is_shared
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class Shards:
             yield work, found[work.key].to(work.grad.dtype).view(work.layout.shape)
         rest = [work for work in works if work.layout.lane is None]
         for work in sorted(rest, key=self.key):
-            grad = work.slot.param.grad
-            assert isinstance(grad, DTensor)
+            # Of the parameter's own gradient, what was unscaled may be a copy.
+            grad: Any = like_other(work.grad, work.slot.param.grad)
             yield work, grad.full_tensor()
 
     def whole_target(self, work: Work) -> Tensor:
