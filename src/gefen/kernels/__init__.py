@@ -77,17 +77,14 @@ def factored_step(tasks: Sequence[FactoredStep], fused: bool) -> None:
             _backend(device, fused).factored_step(part)
 
 
-def column_means(grads: Sequence[Tensor], total_rows: Sequence[int], fused: bool) -> list[Tensor]:
-    """For each shard of a matrix, [rows, columns], its part of the means of g² in each column.
+def column_means(grad: Tensor, total_rows: int, fused: bool) -> Tensor:
+    """A shard's part, float32 [columns] on its device, of the means of g² in each column.
 
-    float32 [columns] each, on the shard's device: sums over the shard's rows, divided by the
-    whole matrix's ``total_rows``, so that adding them over all ranks gives the means.
+    ``grad`` [rows, columns] are some of a matrix's ``total_rows`` rows, by which the sums over
+    them are divided: adding the results over all ranks gives the means.
     """
     with _named("column_means"):
-        return [
-            _backend(grad.device, fused).column_means(grad, rows)
-            for grad, rows in zip(grads, total_rows, strict=True)
-        ]
+        return _backend(grad.device, fused).column_means(grad, total_rows)
 
 
 def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bool) -> None:
