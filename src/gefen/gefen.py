@@ -16,6 +16,7 @@ from gefen import kernels
 from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import Options
+from gefen.kernels.reference import column_means
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
 from gefen.parameters import Slot, held
 from gefen.state import (
@@ -228,7 +229,7 @@ class Gefen(Options, QuantisedOptimizer):
         """Means of g² in all columns; works that are cut within rows, and the whole of each."""
 
         def mean(work: Work) -> Tensor:
-            return kernels.column_means(work.grad, work.layout.shape[0], self.options["fused"])
+            return column_means(work.grad, work.layout.shape[0])
 
         def columns(work: Work) -> int:
             return work.layout.shape[1]
