@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,16 @@ from gefen import capture
 from gefen.blocks import UNDECIDED, find_period, row_length, row_period
 from gefen.codebook import Quantizer, blank, fixed, is_blank
 from gefen.errors import InvalidArgumentError
-from gefen.hyperparameters import Check, checked, current_rate, flag, refuse, unread_rate
+from gefen.hyperparameters import (
+    Check,
+    checked,
+    current_rate,
+    flag,
+    refuse,
+    refuse_in_group,
+    unread_rate,
+)
 from gefen.kernels.tasks import Momentum
-from gefen.layout import Layout
 from gefen.momentum import adapt, histogram, learn_from
 from gefen.parameters import (
     Slot,
@@ -27,6 +34,7 @@ from gefen.parameters import (
     named,
     slots,
 )
+from gefen.scaling import unscaled
 from gefen.state import (
     BLOCKWISE,
     CODEBOOK,
@@ -48,9 +56,6 @@ from gefen.steady import Steady
 from gefen.step import gradients, stepped
 from gefen.together import Together
 from gefen.work import Plan, Work
-
-if TYPE_CHECKING:
-    from gefen.distributed.shards import Shards
 
 logger = logging.getLogger("gefen")
 
@@ -77,29 +82,32 @@ class QuantisedOptimizer(Together):
     deciding: ClassVar[tuple[str, ...]] = ()
     """Settings that decide which state a parameter has, once it has some."""
 
+    _scaled_by: Any = None
+    """The optimizer that a gradient scaler has given its scale, if this step has to unscale."""
+
     _examined: tuple[Tensor | None, bool] = (None, True)
     """A codebook, and whether it still has to be learned."""
 
     def __init__(self, params: Any, arguments: Mapping[str, Any]) -> None:
         """``arguments`` holds at least the settings that the two tables of checks name."""
         self.options = checked(arguments, self.option_checks)
-        self._quantizers: dict[int, tuple[Tensor, Quantizer]] = {}
-        self._spare: Entry = {}
-        self._steady: Steady | None = None
-        self._shards: Shards | None = None
-        self._layouts: dict[Tensor, tuple[Any, Layout]] = {}
+        self._begin()
         super().__init__(_groups(params), checked(arguments, self.checks))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._quantizers = {}
-        self._spare = {}
-        self._steady = None
+        self._begin()
+        super().__setstate__(state)
+
+    def _begin(self) -> None:
+        """Make what no copy of this optimizer takes over."""
+        self._quantizers: dict[int, tuple[Tensor, Quantizer]] = {}
+        self._spare: Entry = {}
+        self._steady: Steady | None = None
         self._shards = None
         self._layouts = {}
-        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings; those not given are the defaults.
@@ -114,12 +122,7 @@ class QuantisedOptimizer(Together):
         if names is not None:
             group["param_names"] = names
         check_names(group)
-        misplaced = sorted(group.keys() & self.options.keys())
-        if misplaced:
-            raise InvalidArgumentError(
-                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
-                "holds for all groups"
-            )
+        refuse_in_group(group.keys() & self.options.keys())
         group |= checked({**self.defaults, **group}, self.checks)
         added = list(slots([*self.param_groups, group]))
         for slot in added[len(added) - len(group["params"]) :]:
@@ -143,14 +146,19 @@ class QuantisedOptimizer(Together):
         return stepped(self, closure)
 
     def _collect(self) -> list[Work]:
-        """Every parameter with a gradient, all of it validated."""
+        """Every parameter with a gradient, all of it validated; none where a scaler says so."""
         settings = {id(group): self._current(group) for group in self.param_groups}
         works = self._collected(settings)
         if self.capturable:
             places = {(id(work.settings), work.param.get_device()): work for work in works}
             for work in places.values():
                 unread_rate("lr", work.settings["lr"], work.param.device)
-        return works
+        if self._scaled_by is None:
+            return works
+        found = unscaled(self._scaled_by, works)
+        if works and not found:
+            self._ended()
+        return found
 
     def _collected(self, settings: dict[int, dict[str, Any]]) -> list[Work]:
         steady, known = self._steady, None

@@ -22,6 +22,7 @@ from gefen.errors import CheckpointError, GefenError, InvalidArgumentError
 from gefen.half import Half
 from gefen.layout import copied_to, distributed_like
 from gefen.parameters import Slot, comparable_names, held, is_dtensor, slots
+from gefen.scaling import has_float16
 from gefen.state import (
     BLOCKWISE,
     CODEBOOK,
@@ -80,8 +81,9 @@ class CheckpointedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A scaler that skips the step of one rank alone would leave the others waiting.
-        return self._agreement() is not None
+        # A scaler that skips the step of one rank alone would leave the others waiting, and
+        # refuses to unscale float16.
+        return self._agreement() is not None or has_float16(self)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict, with an entry for every parameter; refers to the live tensors.
@@ -174,7 +176,7 @@ def _shown(entry: Entry) -> Entry:
     The state that is loaded into it has other blocks, for which torch.distributed.checkpoint
     would have no room in those of a fresh optimizer.
     """
-    if entry.get(PERIOD) != UNDECIDED or PERIOD not in entry:
+    if entry.get(PERIOD) != UNDECIDED:
         return entry
     blank = {key: held(entry[key]).new_empty(0) for key in BLOCKWISE if key in entry}
     return {**entry, **blank}

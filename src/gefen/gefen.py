@@ -16,6 +16,7 @@ from gefen import kernels
 from gefen.base import QuantisedOptimizer
 from gefen.errors import InvalidArgumentError
 from gefen.group_keys import Options
+from gefen.kernels.reference import column_means
 from gefen.kernels.tasks import Adam, BlockStep, FactoredStep
 from gefen.parameters import Slot, held
 from gefen.state import (
@@ -33,6 +34,7 @@ from gefen.state import (
 from gefen.work import Work
 
 if TYPE_CHECKING:
+    from gefen.distributed.shards import Shards
     from gefen.distributed.stepping import StepFailure
 
 
@@ -210,30 +212,28 @@ class Gefen(Options, QuantisedOptimizer):
             return
         from gefen.distributed.stepping import StepFailure
 
-        failure = StepFailure()
-        means, wholes = self._exchanged(works, failure)
+        failure, sharing = StepFailure(), self._sharing()
+        means, wholes = self._exchanged(works, sharing, failure)
         # A rank without rows keeps the columns' means even so.
         alone = [w for w in works if w.param.numel() or V_COL in w.entry]
         alone = [work for work in alone if not work.shared or work.layout.in_rows]
         failure.keep(lambda: self._run([*alone, *(whole for _, whole in wholes)], means), None)
         for work, whole in wholes:
-            failure.keep(partial(self._sharing().keep_part, work, whole.param), None)
+            failure.keep(partial(sharing.keep_part, work, whole.param), None)
         if failure.error is not None:
             raise failure.error
 
     def _exchanged(
-        self, works: list[Work], failure: StepFailure
+        self, works: list[Work], sharing: Shards, failure: StepFailure
     ) -> tuple[dict[Tensor, Tensor], list[tuple[Work, Work]]]:
         """Means of g² in all columns; works that are cut within rows, and the whole of each."""
 
         def mean(work: Work) -> Tensor:
-            rows = work.layout.shape[0]
-            return kernels.column_means([work.grad], [rows], self.options["fused"])[0]
+            return column_means(work.grad, work.layout.shape[0])
 
         def columns(work: Work) -> int:
             return work.layout.shape[1]
 
-        sharing = self._sharing()
         rows = [w for w in works if w.shared and w.layout.in_rows and V_COL in w.entry]
         means = sharing.total(rows, columns, mean, failure, torch.float32)
         # Ranks need not have registered what lies on different meshes in one order.
@@ -262,7 +262,7 @@ class Gefen(Options, QuantisedOptimizer):
             else:
                 rows, columns = held(entry[V_ROW]), held(entry[V_COL])
                 task = FactoredStep(work.param, momentum, rows, columns, adam)
-                task.column_mean = means.get(work.key)
+                task.column_mean = means.get(work.key) if means else None
                 factored.append(task)
             task.rounding = self._rounding(work)
         kernels.block_step(blocks, self.options["fused"])

@@ -20,6 +20,7 @@ from gefen.newton_schulz import (
     STANDARD,
     Schedule,
     lr_ratio,
+    matrices_of,
     normalise_rows,
     orthogonalise,
     resolve_schedule,
@@ -72,7 +73,8 @@ class GefenMuon(Options, QuantisedOptimizer):
     - ``batched_ns``: iterate matrices of one shape together, as many as fit in
       ``batched_ns_workspace_bytes``; the results are those of single ones.
     - ``stochastic_round``: as in :class:`~gefen.Gefen`.
-    - ``sharded_mode``: "exact", "distributed" or "approx"; one and the same for plain tensors.
+    - ``sharded_mode``: "exact", "distributed" or "approx", for DTensors alone: see
+      `docs/sharding.md`.
     - ``fp8_ns``: iterate with operands rounded to eight bits where both lengths are at least 512,
       on every device; see :mod:`gefen.fp8`. ``fp8_ns_compile`` changes nothing: there is nothing
       to compile.
@@ -280,11 +282,6 @@ class GefenMuon(Options, QuantisedOptimizer):
                 share=share,
             )
             offset += param.numel()
-
-
-def matrices_of(tensor: Tensor) -> list[Tensor]:
-    """The matrices of a stack; cautious updates take a share of each."""
-    return list(tensor) if tensor.dim() == 3 else [tensor]
 
 
 def _resolved(settings: dict[str, Any]) -> Schedule:

@@ -7,15 +7,11 @@ torch.optim: schedulers and wrappers such as SAM keep settings of theirs there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gefen.errors import InvalidArgumentError
 from gefen.half import Half
 from gefen.hyperparameters import Check
-from gefen.scaling import has_float16, unscaled
-
-if TYPE_CHECKING:
-    from gefen.work import Work
 
 _ADAMW = "pass a group that needs it to torch.optim.AdamW instead"
 
@@ -165,17 +161,3 @@ class Options(KnownKeys):
                 "group's value to go on by other sums"
             )
         return super()._resumed(settings) | {"deterministic": self.deterministic}
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return bool(super()._step_supports_amp_scaling) or has_float16(self)  # type: ignore[misc]
-
-    _scaled_by: Any = None
-    """The optimizer that a gradient scaler has given its scale, if this step has to unscale."""
-
-    def _collect(self) -> list[Work]:
-        works: list[Work] = super()._collect()  # type: ignore[misc]
-        found = unscaled(self._scaled_by, works) if self._scaled_by is not None else works
-        if works and not found:
-            self._ended()
-        return found

@@ -21,7 +21,6 @@ RATES = ("lr", "weight_decay")
 UNCHECKED = frozenset({"params", "initial_lr"})
 """What a group may hold besides settings; schedulers resume from its ``initial_lr``."""
 
-
 OF_CONSTRUCTOR = frozenset(
     (
         *("fused", "deterministic", "capturable", "verbose", "codebook_refresh_every"),
@@ -85,12 +84,7 @@ class Router:
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What a group sets for each half, valid even where that gets none of its parameters."""
-        misplaced = sorted(group.keys() & OF_CONSTRUCTOR)
-        if misplaced:
-            raise InvalidArgumentError(
-                f"Invalid {misplaced[0]} in a parameter group: pass it to the constructor, it "
-                "holds for all groups"
-            )
+        check.refuse_in_group(group.keys() & OF_CONSTRUCTOR)
         rates = {f"{half}_{rate}" for half in self.checks for rate in RATES}
         known = UNCHECKED.union(rates, *self.checks.values())
         # Keys that none knows are the user's own, unless a half has something against them.

@@ -20,7 +20,6 @@ from gefen.gefen_muon import GefenMuon
 from gefen.groups import RATES, Halves, Router
 from gefen.parameters import is_shared, slots
 from gefen.routing import BACKUP_SUBSTRINGS, NamedParams, tabulated, validate_split
-from gefen.scaling import has_float16
 from gefen.sides import BACKUP, MUON, Sides, check_sides
 from gefen.step import stepped
 
@@ -129,10 +128,6 @@ class GefenMuonHybrid(CheckpointedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = ("muon", "backup", "_router", "_make_muon", "_make_backup", "_verbose")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return super()._step_supports_amp_scaling or has_float16(self)
 
     @property
     def backup_optimizer(self) -> str:

@@ -34,6 +34,15 @@ def refuse(name: str, value: object, must: str) -> NoReturn:
     raise InvalidArgumentError(f"Invalid {name}={value!r}: must be {must}")
 
 
+def refuse_in_group(names: Iterable[str]) -> None:
+    """Raise where a parameter group has any of these settings of a whole optimizer."""
+    for name in sorted(names):
+        raise InvalidArgumentError(
+            f"Invalid {name} in a parameter group: pass it to the constructor, it holds for all "
+            "groups"
+        )
+
+
 def _real(value: object) -> float:
     """``value`` as a float; NaN where it is not a real number."""
     if isinstance(value, np.ndarray) and value.ndim == 0:

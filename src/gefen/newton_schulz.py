@@ -97,6 +97,11 @@ def _triple(name: str, value: Iterable[float]) -> Triple:
     return numbers[0], numbers[1], numbers[2]
 
 
+def matrices_of(tensor: Tensor) -> list[Tensor]:
+    """The matrices of a stack; a matrix is one."""
+    return list(tensor) if tensor.dim() == 3 else [tensor]
+
+
 def orthogonalise(u: Tensor, schedule: Schedule, eps: float, eight_bit: bool = False) -> Tensor:
     """Replace the singular values of ``u`` [m, n] or [batch, m, n] by values near 1.
 

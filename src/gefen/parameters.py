@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from gefen.errors import InvalidArgumentError, UnsupportedParameterError
 
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Types that are no subclass with a layout of its own."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -218,8 +221,8 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
     for what in ("shape", "device"):
         if getattr(grad, what) != getattr(param, what):
             raise UnsupportedParameterError(
-                f"{label} has {what} {_plain(getattr(grad, what))}, the parameter has "
-                f"{_plain(getattr(param, what))}: run backward again after changing a parameter"
+                f"{label} has {what} {_shown(getattr(grad, what))}, the parameter has "
+                f"{_shown(getattr(param, what))}: run backward again after changing a parameter"
             )
 
 
@@ -241,7 +244,7 @@ def _check_sharding(param: Tensor, grad: Tensor, label: str) -> None:
             )
 
 
-def _plain(value: object) -> object:
+def _shown(value: object) -> object:
     return tuple(value) if isinstance(value, torch.Size) else value
 
 
@@ -256,12 +259,9 @@ def _check_format(tensor: Tensor, label: str) -> None:
         raise UnsupportedParameterError(f"{label} has dtype {tensor.dtype}: must be {allowed}")
 
 
-_PLAIN = {Tensor, nn.Parameter}
-
-
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor; imports nothing, as one cannot exist before its module."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -283,7 +283,7 @@ def local(tensor: Any) -> Tensor:
 
 def held(tensor: Any) -> Tensor:
     """What this rank holds of a tensor that needs no gradient; shares the memory."""
-    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor  # type: ignore[no-any-return]
     part: Tensor = tensor.to_local()
     return part

@@ -28,7 +28,6 @@ NamedParams: TypeAlias = list[tuple[str, Tensor]]
 
 Decided: TypeAlias = list[tuple[str, Tensor, Decision]]
 
-
 BARE = (
     "bare parameters do not say which of them are embeddings or output heads, which Muon must "
     "not take; pass (name, parameter) pairs, such as model.named_parameters() gives. "

@@ -102,11 +102,16 @@ def unscaled(optimizer: Any, works: list[Work]) -> list[Work]:
     if has_overflowed(optimizer):
         return []
     if scale is not None:
-        inverse = float(local(torch.as_tensor(scale)).double().reciprocal().float())
+        inverse = _inverse(scale)
         for work in works:
             wide = torch.float64 if work.grad.dtype == torch.float64 else torch.float32
             work.grad = work.grad.to(wide, copy=True).mul_(inverse)
     return works
+
+
+def _inverse(scale: Any) -> float:
+    """As the scaler computes it."""
+    return float(local(torch.as_tensor(scale)).double().reciprocal().float())
 
 
 class Unscaling:
@@ -127,7 +132,7 @@ class Unscaling:
         """Divide this rank's shard of every gradient; False where there is no scale."""
         if self._scale is None:
             return False
-        inverse = float(local(torch.as_tensor(self._scale)).double().reciprocal().float())
+        inverse = _inverse(self._scale)
         for slot in slots(groups):
             if slot.param.grad is not None:
                 grad = local(slot.param.grad)

@@ -132,10 +132,7 @@ def momentum_spec(layout: Layout, entry: Entry) -> Spec:
     known = period if isinstance(period, int) and period >= 0 else 1
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         INDEX: (torch.uint8, tuple(layout.shape)),
-        MAGNITUDE: (
-            torch.float32,
-            block_shape(layout.shape, known),
-        ),
+        MAGNITUDE: (torch.float32, block_shape(layout.shape, known)),
         GLOBAL_STEP: (torch.int64, ()),
         CODEBOOK: (torch.float32, (SIZE,)),
     }

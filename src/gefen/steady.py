@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gefen.parameters import PLAIN
 from gefen.state import COUNTED, LARGEST_COUNT, Entry
 
 if TYPE_CHECKING:
     from gefen.work import Work
-
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 _LOOKS: tuple[Any, ...] = (attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
 
@@ -29,7 +28,7 @@ def forms(tensors: Sequence[Tensor], *more: Any) -> list[list[Any]] | None:
 
     more: functions of a tensor that say more of how it looks.
     """
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not PLAIN.issuperset(map(type, tensors)):
         return None
     try:
         found = [list(map(of, tensors)) for of in (*_LOOKS, *more)]

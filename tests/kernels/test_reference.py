@@ -11,9 +11,9 @@ import torch
 from cases import ADAM, QUANTIZER, close
 from torch import Tensor
 
-from gefen import kernels
 from gefen.codebook import philox
 from gefen.kernels import reference
+from gefen.kernels.reference import column_means
 from gefen.kernels.tasks import BlockStep, FactoredStep, Momentum
 
 ROWS, COLUMNS, PERIOD = 6, 30, 15
@@ -96,7 +96,7 @@ def test_shards_step_as_the_whole(make: Callable[..., Step], dtype: torch.dtype)
     changes: dict[str, Any] = {"rounding": SEED}
     run(make(whole, **changes))
     if make is factored:
-        means = kernels.column_means([part["grad"] for part in parts], [ROWS] * 4, True)
+        means = [column_means(part["grad"], ROWS) for part in parts]
         changes["column_mean"] = torch.stack(means).sum(dim=0)
     for part, (top, _) in zip(parts, CUTS, strict=True):
         run(make(part, top, **changes))
@@ -120,10 +120,10 @@ def test_a_shard_without_rows_keeps_its_columns() -> None:
 
 def test_column_means() -> None:
     grad = state()["grad"]
-    (means,) = kernels.column_means([grad.t().contiguous().t()[1:4]], [ROWS], False)
+    means = column_means(grad.t().contiguous().t()[1:4], ROWS)
     assert means.dtype == torch.float32
     close(means, grad[1:4].square().sum(dim=0) / ROWS, rtol=1e-6)
-    (wide,) = kernels.column_means([grad.double()], [ROWS], False)
+    wide = column_means(grad.double(), ROWS)
     close(wide, grad.square().mean(dim=0), rtol=1e-6)
 
 

@@ -13,8 +13,8 @@ from gefen.distributed import stepping
 from gefen.distributed.diagnosis import first_few
 from gefen.distributed.shards import own_part
 from gefen.distributed.stepping import Matrix, StepFailure
-from gefen.gefen_muon import matrices_of
 from gefen.kernels.reference import agreeing_count, agreeing_share, masked
+from gefen.newton_schulz import matrices_of
 from gefen.parameters import held, slots
 from gefen.state import NORMUON_V
 
@@ -32,7 +32,7 @@ _AVERAGE = 2
 """Numbers of 16 bits that a row's average takes: it travels with the row, as it is."""
 
 Pending = list[tuple["Work", "Tensor"]]
-"""Works and this rank's part of their updates."""
+"""Works and this rank's part of their cautious updates, of which all rows decide the size."""
 
 
 def step(muon: GefenMuon, works: Sequence[Work]) -> None:
@@ -42,11 +42,12 @@ def step(muon: GefenMuon, works: Sequence[Work]) -> None:
     cut = [work for work in works if work.shared and not work.layout.in_rows]
     own = [work for work in works if not _travels(work) and work not in cut]
     failure.keep(lambda: muon._step_own(own), None)
-    pending = _through_others(muon, rows, failure) + _gathered(muon, cut, failure)
+    pending = _through_others(muon, rows, failure)
+    _step_gathered(muon, cut, failure)
     shares = _shares(muon, pending, failure)
     for work, update in pending:
-        share = shares.get(work.key)
-        failure.keep(partial(muon._apply, work, update, muon._shape(work), share), None)
+        shape, share = muon._shape(work), shares[work.key]
+        failure.keep(partial(muon._apply, work, update, shape, share), None)
     if failure.error is not None:
         raise failure.error
 
@@ -57,7 +58,7 @@ def _travels(work: Work) -> bool:
 
 
 def _through_others(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> Pending:
-    """Updates of matrices whose rows other ranks have too."""
+    """Step matrices whose rows other ranks have too, but for those with cautious updates."""
     pending: Pending = []
     matrices = [_matrix(muon, work.slot, work) for work in works]
     found = slots(muon.param_groups)
@@ -75,8 +76,11 @@ def _through_others(muon: GefenMuon, works: Sequence[Work], failure: StepFailure
         update = rows[:, : work.layout.shape[1]]
         if work.settings["normuon"]:
             held(work.entry[NORMUON_V]).copy_(_averages(rows, work.layout.shape[1]))
-        # What came is freed with its bucket.
-        pending.append((work, update.clone()))
+        if work.settings["cautious"]:
+            # What came is freed with its bucket.
+            pending.append((work, update.clone()))
+        else:
+            muon._apply(work, update.contiguous(), muon._shape(work))
 
     stepping.step(stepping.trips(matrices, held_), direct, compute, keep, failure)
     return pending
@@ -136,26 +140,24 @@ def _finite(work: Work, update: Tensor, direction: Tensor) -> Tensor:
     return update
 
 
-def _gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> Pending:
-    """Updates of matrices that are cut within rows: every rank has all of their momentum."""
+def _step_gathered(muon: GefenMuon, works: Sequence[Work], failure: StepFailure) -> None:
+    """Step matrices that are cut within rows: every rank has all of their momentum."""
     unserved = [w for w in works if w.settings["sharded_mode"] == "distributed"]
     _warn(muon, unserved)
-    pending: Pending = []
     for work in muon._sharing().gathered(works, failure):
-        whole = replace(work, param=work.grad)
-        failure.keep(partial(_part, muon, work, whole, pending), None)
-    return pending
+        failure.keep(partial(_step_whole, muon, work), None)
 
 
-def _part(muon: GefenMuon, work: Work, whole: Work, pending: Pending) -> None:
-    for _, update in muon._updates([whole]):
-        settings = {**work.settings, "cautious": False}
+def _step_whole(muon: GefenMuon, work: Work) -> None:
+    """Step this rank's part of a matrix whose gradient is whole in ``work``."""
+    settings = {**work.settings, "cautious": False}
+    own = replace(work, grad=held(work.slot.param.grad), settings=settings)
+    for _, update in muon._updates([replace(work, param=work.grad)]):
         taken = _taken(work, update)
-        if muon._rounding(work) is not None:
+        if muon._rounding(work) is None:
+            muon._apply(own, own_part(work, taken).contiguous(), muon._shape(own))
+        else:
             _step_rounded(muon, replace(work, settings=settings), taken)
-            continue
-        own = replace(work, grad=held(work.slot.param.grad), settings=settings)
-        pending.append((own, own_part(work, taken).contiguous()))
 
 
 def _step_rounded(muon: GefenMuon, work: Work, update: Tensor) -> None:
@@ -197,15 +199,13 @@ def _warn(muon: GefenMuon, works: Sequence[Work]) -> None:
 
 def _shares(muon: GefenMuon, pending: Pending, failure: StepFailure) -> dict[Tensor, Tensor]:
     """Of the elements of all rows, how many agree in sign with the gradient. Collective."""
-    updates = {work.key: update for work, update in pending if work.settings["cautious"]}
-    works = [work for work, _ in pending if work.key in updates]
+    updates = {work.key: update for work, update in pending}
+    works = [work for work, _ in pending]
 
     def count(work: Work) -> Tensor:
         return agreeing_count(updates[work.key], work.grad).view(1)
 
     counts = muon._sharing().total(works, lambda work: 1, count, failure, torch.int64)
     return {
-        work.key: agreeing_share(counts[work.key], work.layout.shape.numel())
-        for work in works
-        if work.key in counts
+        work.key: agreeing_share(counts[work.key], work.layout.shape.numel()) for work in works
     }

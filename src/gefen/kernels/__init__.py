@@ -23,7 +23,6 @@ from gefen.kernels.tasks import BlockStep, DenseMomentum, FactoredStep
 __all__ = [
     "active_backend",
     "block_step",
-    "column_means",
     "factored_step",
     "histogram",
     "momentum_update",
@@ -41,7 +40,6 @@ class Backend(Protocol):
     def block_step(self, tasks: Sequence[BlockStep]) -> None: ...
     def factored_step(self, tasks: Sequence[FactoredStep]) -> None: ...
     def histogram(self, gradients: Sequence[tuple[Tensor, int]], counts: Tensor) -> None: ...
-    def column_means(self, grad: Tensor, total_rows: int) -> Tensor: ...
 
 
 def active_backend(device: torch.device | str, fused: bool = True) -> str:
@@ -75,19 +73,6 @@ def factored_step(tasks: Sequence[FactoredStep], fused: bool) -> None:
     with _named("factored_step"):
         for device, part in _by_device(tasks).items():
             _backend(device, fused).factored_step(part)
-
-
-def column_means(grads: Sequence[Tensor], total_rows: Sequence[int], fused: bool) -> list[Tensor]:
-    """For each shard of a matrix, [rows, columns], its part of the means of g² in each column.
-
-    float32 [columns] each, on the shard's device: sums over the shard's rows, divided by the
-    whole matrix's ``total_rows``, so that adding them over all ranks gives the means.
-    """
-    with _named("column_means"):
-        return [
-            _backend(grad.device, fused).column_means(grad, rows)
-            for grad, rows in zip(grads, total_rows, strict=True)
-        ]
 
 
 def histogram(gradients: Sequence[tuple[Tensor, int]], counts: Tensor, fused: bool) -> None:

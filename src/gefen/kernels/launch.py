@@ -124,10 +124,6 @@ class Kernels:
             views = {"grad": launch.lying(grads)}
             self._run(launch.plan(entries, 0), views, 0, counts.data_ptr(), None)
 
-    def column_means(self, grad: Tensor, total_rows: int) -> Tensor:
-        """:func:`gefen.kernels.reference.column_means`: torch operations on the device."""
-        return reference.column_means(grad, total_rows)
-
     def _served(
         self, tasks: Sequence[T], fallback: Callable[[Sequence[T]], None]
     ) -> Iterator[tuple[Quantizer, list[T]]]:

@@ -152,8 +152,8 @@ class FactoredStep:
 
     ``column_mean``, float32 [columns], is given where the matrix is a shard: the mean over all
     rows of the whole parameter of each column's g², which ``column`` then takes up instead of
-    that of these rows; see :func:`gefen.kernels.column_means`. A shard without rows only takes
-    up that, so that ``column`` is equal on all ranks.
+    that of these rows; see :func:`gefen.kernels.reference.column_means`. A shard without rows
+    only takes up that, so that ``column`` is equal on all ranks.
     """
 
     param: Tensor

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -118,12 +119,18 @@ def find_lr(
         )
     if device is not None:
         model.to(device)
-    closure = _closure(model, train_data, bs, seed)
-    make = _maker(model, optimizer, weight_decay, fused, adjust_lr_fn)
+    make = partial(
+        build_optimizer,
+        model,
+        optimizer,
+        weight_decay=weight_decay,
+        fused=fused,
+        adjust_lr_fn=adjust_lr_fn,
+    )
     if method == "range_test":
         found = lr_range_test(
             make(start_lr),
-            closure,
+            _closure(model, train_data, bs, seed),
             num_iter=num_iter,
             start_lr=start_lr,
             end_lr=end_lr,
@@ -143,24 +150,19 @@ def find_lr(
             losses[rate] = _arm(make(rate), model, closure, rate, sweep_steps, warmup, eval_blocks)
         result = FindLRResult(min(losses, key=losses.__getitem__), optimizer, method, sweep=losses)
     if verbose:
-        print(f"find_lr[{optimizer}/{method}]: lr {result.lr:.3e}")
-        for rate, loss in result.sweep.items():
-            print(f"  lr {rate:.3e}: loss {loss:.4f}")
+        _show(result)
     return result
+
+
+def _show(result: FindLRResult) -> None:
+    print(f"find_lr[{result.optimizer}/{result.method}]: lr {result.lr:.3e}")
+    for rate, loss in result.sweep.items():
+        print(f"  lr {rate:.3e}: loss {loss:.4f}")
 
 
 def _check_one(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise InvalidArgumentError(f"Invalid {name}={value!r}: must be one of {choices}")
-
-
-def _maker(model: nn.Module, optimizer: str, decay: float, fused: bool, adjust: str) -> Any:
-    def make(rate: float) -> Any:
-        return build_optimizer(
-            model, optimizer, rate, weight_decay=decay, fused=fused, adjust_lr_fn=adjust
-        )
-
-    return make
 
 
 def _closure(model: nn.Module, data: Tensor | Closure, bs: int, seed: int) -> Closure:
