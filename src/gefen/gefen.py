@@ -262,6 +262,7 @@ class Gefen(Options, QuantisedOptimizer):
             else:
                 rows, columns = held(entry[V_ROW]), held(entry[V_COL])
                 task = FactoredStep(work.param, momentum, rows, columns, adam)
+                # Mostly there are none, and tensors are slow keys.
                 task.column_mean = means.get(work.key) if means else None
                 factored.append(task)
             task.rounding = self._rounding(work)

@@ -119,18 +119,14 @@ def find_lr(
         )
     if device is not None:
         model.to(device)
-    make = partial(
-        build_optimizer,
-        model,
-        optimizer,
-        weight_decay=weight_decay,
-        fused=fused,
-        adjust_lr_fn=adjust_lr_fn,
-    )
+    settings: dict[str, Any] = {"weight_decay": weight_decay, "fused": fused}
+    settings["adjust_lr_fn"] = adjust_lr_fn
+    make: Callable[..., Any] = partial(build_optimizer, model, optimizer, **settings)
+    closure = partial(_closure, model, train_data, bs, seed)
     if method == "range_test":
         found = lr_range_test(
             make(start_lr),
-            _closure(model, train_data, bs, seed),
+            closure(),
             num_iter=num_iter,
             start_lr=start_lr,
             end_lr=end_lr,
@@ -144,10 +140,10 @@ def find_lr(
     else:
         if eval_blocks is None:
             raise InvalidArgumentError("Invalid eval_blocks=None: method='sweep' compares by them")
-        losses = {}
-        for rate in sweep_lrs or SWEEP_LRS:
-            closure = _closure(model, train_data, bs, seed)
-            losses[rate] = _arm(make(rate), model, closure, rate, sweep_steps, warmup, eval_blocks)
+        losses = {
+            rate: _arm(make(rate), model, closure(), rate, sweep_steps, warmup, eval_blocks)
+            for rate in sweep_lrs or SWEEP_LRS
+        }
         result = FindLRResult(min(losses, key=losses.__getitem__), optimizer, method, sweep=losses)
     if verbose:
         _show(result)
