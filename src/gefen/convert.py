@@ -158,7 +158,8 @@ def _settings(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     kind = _kind(own, "factored_v_2d")
     settings = {key: value for key, value in own.items() if key not in ("params", "param_names")}
     if kind == "AdamW":
-        return settings | dict(group)
+        # It saves what it asked of its other half, and then runs torch's default.
+        return settings | dict(group) | {"fused": settings["fused"]}
     settings |= {key: value for key, value in group.items() if key not in _OWN}
     if kind == "Gefen":
         settings["betas"] = (group["beta1"], group["beta2"])

@@ -133,7 +133,7 @@ class Gefen(Options, QuantisedOptimizer):
         maximize: bool = False,
         bf16_stochastic_round: bool = False,
     ) -> None:
-        if capturable and codebook_refresh_every:
+        if check.flag("capturable", capturable) and codebook_refresh_every:
             check.refuse(
                 "codebook_refresh_every",
                 codebook_refresh_every,

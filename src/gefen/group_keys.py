@@ -48,6 +48,17 @@ ELSEWHERE: dict[str, str] = {
 Looked at when a group is added: schedulers write ``momentum`` into every group they see.
 """
 
+OF_A_HYBRID: dict[str, str] = {
+    **dict.fromkeys(("muon_lr", "backup_lr"), "lr"),
+    **dict.fromkeys(("muon_weight_decay", "backup_weight_decay"), "weight_decay"),
+    "no_decay_substrings": "weight_decay",
+    "backup_1d_period_one": "force_1d_period_one",
+    "backup_2d_period_one": "force_2d_period_one",
+    "backup_factored_v_2d": "factored_v_2d",
+    **dict.fromkeys(("backup_substrings", "backup_optimizer", "sides"), ""),
+}
+"""Arguments of GefenMuonHybrid, with what a group has in their place."""
+
 GEFEN_X_BETAS = ("beta1", "beta2")
 
 
@@ -65,7 +76,8 @@ class KnownKeys(Half):
         group = param_group
         if isinstance(param_group, dict):
             group = self._with_betas(param_group)
-            for key in group.keys() & ELSEWHERE.keys() - self.defaults.keys():
+            own = self.defaults.keys() | getattr(self, "options", {}).keys()
+            for key in group.keys() & ELSEWHERE.keys() - own:
                 raise InvalidArgumentError(
                     f"Invalid {key}={group[key]!r} in a parameter group: {ELSEWHERE[key]} has "
                     f"this setting, {type(self).__name__} does not; leave it out"
@@ -99,6 +111,14 @@ class KnownKeys(Half):
             raise InvalidArgumentError(
                 f"Invalid {key}={group[key]!r} in a parameter group: it would be ignored; set "
                 f"group[{own!r}] instead"
+            )
+
+        for key in group.keys() & OF_A_HYBRID.keys():
+            own = OF_A_HYBRID[key]
+            instead = f"set the group's {own!r} instead" if own else "it holds for all groups"
+            raise InvalidArgumentError(
+                f"Invalid {key}={group[key]!r} in a parameter group: it is an argument of "
+                f"GefenMuonHybrid, and would be ignored here; {instead}"
             )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +171,15 @@ class Options(KnownKeys):
         super().add_param_group(group)
         # Kept in checkpoints.
         self.param_groups[-1]["deterministic"] = self.deterministic
+
+    def _check_keys(self, group: Mapping[str, Any]) -> None:
+        super()._check_keys(group)
+        for key in group.keys() & self.options.keys() - {"deterministic"}:
+            if not (group[key] is None or group[key] == self.options[key]):
+                raise InvalidArgumentError(
+                    f"Invalid {key}={group[key]!r} in a parameter group: pass it to the "
+                    "constructor, it holds for all groups"
+                )
 
     def _resumed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         saved = settings.get("deterministic", self.deterministic)

@@ -141,8 +141,32 @@ class GefenMuonHybrid(CheckpointedOptimizer):
 
     @property
     def fused(self) -> bool:
-        """Whether kernels were asked for."""
+        """Whether kernels were asked for; may be changed between steps."""
         return bool(self._make_muon.keywords["fused"])
+
+    @fused.setter
+    def fused(self, value: bool) -> None:
+        self._set("fused", value)
+
+    @property
+    def verbose(self) -> bool:
+        """Whether what is learned is logged; may be changed between steps."""
+        return self._verbose
+
+    @verbose.setter
+    def verbose(self, value: bool) -> None:
+        self._set("verbose", value)
+        self._verbose = value
+
+    def _set(self, name: str, value: object) -> None:
+        """Change an option of both halves, and of those to come."""
+        chosen = check.flag(name, value)
+        for made in (self._make_muon, self._make_backup):
+            if name in made.keywords:
+                made.keywords[name] = chosen
+        for half in (self.muon, self.backup):
+            if hasattr(half, "options"):
+                setattr(half, name, chosen)
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]

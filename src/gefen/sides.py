@@ -40,16 +40,21 @@ EXPERTS = frozenset(
 
 _NO_WEIGHT = re.compile(
     r"bias|(^|_)log($|_)|_table$|(^|_)pos(_|$)|position|embed|token|quer(y|ies)$|scale|gamma|"
-    r"^beta|latent|mask|prompt|prefix|sink|^lambda|codebook|codevector|norm",
+    r"^beta|latent|mask|prompt|prefix|sink|^lambda|codebook|codevector|norm|^original\d?$",
     re.IGNORECASE,
 )
 _NO_WEIGHTS_MODULE = re.compile(r"bias|(^|_)emb|^(shared|tokens?)$", re.IGNORECASE)
 _WEIGHT = re.compile(
-    r"weight|kernel|(proj|projection|matrix)$|^[wW]_?(\d*|[a-z]{1,3})$", re.IGNORECASE
+    r"weight|kernel|(proj|projection|matrix)$|^lora_[ab]$|^[wW]_?(\d*|[a-z]{1,3})$", re.IGNORECASE
 )
 _ONE_EXPERT = re.compile(r"expert\w*\.\d+\.", re.IGNORECASE)
 _EMBEDDING = re.compile(r"Embed(ding)?s?(Bag|Table|\dD)?$")
 _NORM = re.compile(r"Norm(\dd|alization|Gated)?$")
+_CONVOLUTION = re.compile(r"Convolution$|ShortConv$")
+"""Not Conv1D, which is a linear layer of transformers."""
+_MIXTURE = re.compile(r"Mo[Ee](Layer|Block|MLP|FFN|FeedForward)?$")
+_HEAD = re.compile(r"(?<!^[a-z])_head$", re.IGNORECASE)
+"""Not q_head and the like, which are attention's."""
 
 
 class Place(NamedTuple):
@@ -230,10 +235,12 @@ def _typed(subject: Subject) -> str | None:
         sized = hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")
         if sized or _EMBEDDING.search(kind):
             return f"table of an embedding ({kind})"
-        if isinstance(module, _ConvNd):
+        if isinstance(module, _ConvNd) or _CONVOLUTION.search(kind):
             return f"kernel of a convolution ({kind})"
         if _NORM.search(kind):
             return f"scales of a norm ({kind})"
+        if kind.endswith("Loss"):
+            return f"output head, in a loss ({kind})"
     return None
 
 
@@ -246,7 +253,8 @@ def _head(subject: Subject) -> str | None:
             continue
         alone = not any(part.isdigit() for part in path)
         lone_decoder = path[-2:-1] in ([], ["predictions"]) and path[-1] == "decoder"
-        if alone and (path[-1].lower() in HEADS or lone_decoder):
+        called = path[-1].lower() in HEADS or _HEAD.search(path[-1])
+        if alone and (called or lone_decoder):
             return f"output head, being called {path[-1]!r}"
     return None
 
@@ -264,11 +272,14 @@ def _thin(subject: Subject) -> str | None:
 
 def _matrix(subject: Subject) -> Decision:
     attribute, places = subject.attribute, subject.places
+    holder = "".join(subject.name.split(".")[-2:-1])
     for place in places:
         if isinstance(place.module, nn.Linear) and attribute == "weight":
+            if holder.lower().endswith("bias"):
+                return BACKUP, f"a table of biases, as a linear layer ({place.kind})"
             return MUON, f"weight of a linear layer ({place.kind})"
-    module = "" if places or attribute != "weight" else subject.name.split(".")[-2:-1]
-    if _NO_WEIGHT.search(attribute) or _NO_WEIGHTS_MODULE.search("".join(module)):
+    module = "" if places or attribute != "weight" else holder
+    if _NO_WEIGHT.search(attribute) or _NO_WEIGHTS_MODULE.search(module):
         return BACKUP, "no weight matrix by its name"
     if not places:
         return MUON, "a matrix, and its name says nothing else"
@@ -290,6 +301,8 @@ def _is_stacked(place: Place) -> bool:
 def _of_experts(subject: Subject) -> bool:
     if _NO_WEIGHT.search(subject.attribute) or "conv" in subject.name.lower():
         return False
-    kinds = (place.kind for place in subject.places)
+    kinds = [place.kind for place in subject.places]
     told = any("expert" in word.lower() for word in (*subject.names, *kinds))
+    told |= any(map(_MIXTURE.search, kinds))
+    told |= any("moe" in name.lower().split(".")[-2:-1] for name in subject.names)
     return (told and not _ONE_EXPERT.search(subject.name)) or subject.attribute in EXPERTS

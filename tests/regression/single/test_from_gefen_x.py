@@ -212,3 +212,17 @@ def test_another_backup() -> None:
     other = GefenMuonHybrid(*halves, lr=1e-2)
     with pytest.raises(CheckpointError, match="saved by AdamW, this optimizer has Gefen there"):
         other.load_state_dict(found["state_dict"])
+
+
+def test_fused_adamw_of_a_hybrid_goes_on_unfused() -> None:
+    """gefen-x saves ``fused=True``, its default, in AdamW's groups; torch's choice runs here."""
+    ends = []
+    for fused in (False, True):
+        params, optimizer, found = rebuilt("hybrid-adamw")
+        saved = copy.deepcopy(found["state_dict"])
+        for group in saved["backup"]["param_groups"]:
+            group["fused"] = fused
+        optimizer.load_state_dict(saved)
+        cases.train(optimizer, "hybrid-adamw", params, AFTER)
+        ends.append([param.detach().clone() for param in params.values()])
+    assert all(map(torch.equal, *ends))

@@ -220,3 +220,76 @@ def test_period_one_substrings_match_in_any_case() -> None:
         optimizer = Gefen([(name, param)], period_one_substrings=(part,))
         train(optimizer, param, gradients(SHAPE, 1))
         assert optimizer.state[param]["period"] == 1
+
+
+HYBRIDS = (
+    *("muon_lr", "backup_lr", "muon_weight_decay", "backup_weight_decay"),
+    *("no_decay_substrings", "backup_1d_period_one", "backup_2d_period_one"),
+    *("backup_factored_v_2d", "backup_substrings", "backup_optimizer", "sides"),
+)
+
+
+def hybrid(params: list[Any], **chosen: Any) -> GefenMuonHybrid:
+    pairs = [("w", start(SHAPE)), ("b", start((4,)))]
+    group = {key: value for key, value in params[0].items() if key != "params"}
+    return GefenMuonHybrid([{"params": pairs, **group}], lr=1e-3, **chosen)
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), hybrid])
+@pytest.mark.parametrize("key", HYBRIDS)
+def test_arguments_of_the_hybrid_alone_are_no_settings_of_a_group(make: Any, key: str) -> None:
+    of_its_groups = make in (hybrid, adamw) and key in HYBRIDS[:4]
+    if not of_its_groups:
+        with pytest.raises(InvalidArgumentError, match=f"Invalid {key}=0.5 in a parameter group"):
+            make([{"params": [start(SHAPE)], key: 0.5}])
+    optimizer = make([{"params": [start(SHAPE)]}])
+    optimizer.param_groups[0][key] = 0.5
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones(SHAPE)
+    with pytest.raises(InvalidArgumentError, match=f"Invalid {key}=0.5 in a parameter group"):
+        optimizer.step()
+
+
+OPTIONS = [("fused", False), ("verbose", True), ("capturable", True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [(make, *option) for make in (Gefen, GefenMuon) for option in OPTIONS]
+    + [(Gefen, "codebook_refresh_every", 2)],
+)
+def test_options_in_a_group_are_refused_at_once_and_later(make: Any, key: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"Invalid {key}.*constructor"):
+        make([{"params": [start(SHAPE)], key: value}])
+    param = start(SHAPE)
+    optimizer = make([param])
+    optimizer.param_groups[0][key] = value
+    param.grad = torch.ones(SHAPE)
+    with pytest.raises(InvalidArgumentError, match=f"Invalid {key}.*constructor"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("backup", ["gefen", "adamw"])
+def test_options_of_a_hybrid_change_in_both_halves(
+    backup: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = [("a.weight", start(SHAPE)), ("a.bias", start((4,)))]
+    optimizer = GefenMuonHybrid(pairs, lr=1e-3, backup_optimizer=backup)
+    optimizer.fused, optimizer.verbose = False, True
+    assert (optimizer.fused, optimizer.verbose) == (False, True)
+    assert optimizer.muon is not None
+    assert optimizer.muon.fused is False
+    if isinstance(optimizer.backup, Gefen):
+        assert optimizer.backup.fused is False
+    for _, param in pairs:
+        param.grad = torch.ones_like(param)
+    with caplog.at_level("INFO", "gefen"):
+        optimizer.step()
+    assert "a.weight" in caplog.text
+    with pytest.raises(InvalidArgumentError, match="verbose=1"):
+        optimizer.verbose = 1  # type: ignore[assignment]
+
+
+def test_capturable_of_another_type_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="capturable"):
+        Gefen([start(SHAPE)], capturable=torch.ones(2))  # type: ignore[arg-type]

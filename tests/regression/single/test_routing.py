@@ -211,3 +211,72 @@ def test_wrappers_in_names_change_nothing() -> None:
         for module in (model, wrapped):
             table = routing_table(module, sides=chosen)
             assert [r.side for r in table if r.name.endswith("weight")] == sides
+
+
+class ShortConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+
+class MarginLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 5))
+
+
+class SparseMoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.ones(4, 8, 6))
+        self.bias = nn.Parameter(torch.ones(4, 2, 6))
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.ones(2, 8))
+        self.lora_B = nn.Parameter(torch.ones(8, 2))
+
+
+def test_what_is_parametrized_is_no_weight_itself() -> None:
+    """Among pairs neither, where a head's would be taken for a hidden layer's."""
+    parametrized = nn.utils.parametrizations.weight_norm
+    model = nn.ModuleDict({"inner": nn.Linear(8, 8), "head": nn.Linear(8, 3)})
+    model["square"] = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+    for name in ("inner", "head"):
+        parametrized(model[name])
+    for source in (model, model.named_parameters()):
+        assert {route.side for route in routing_table(source)} == {"backup"}
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "side"),
+    [
+        ("layers.0.k_conv", ShortConvolution(), "backup"),
+        ("objective", MarginLoss(), "backup"),
+        ("rel_pos_bias", nn.Linear(6, 4), "backup"),
+        ("ctc_head", nn.Linear(8, 20), "backup"),
+        ("attn.q_head", nn.Linear(8, 8), "muon"),
+        ("layers.0.ctc_head", nn.Linear(8, 20), "muon"),
+        ("layers.0.mixer", SparseMoE(), "muon"),
+        ("layers.0.proj", LoRA(), "muon"),
+    ],
+)
+def test_what_other_families_have(name: str, module: nn.Module, side: str) -> None:
+    model = nn.Module()
+    *path, last = name.split(".")
+    inner = model
+    for part in path:
+        inner.add_module(part, nn.Module())
+        inner = getattr(inner, part)
+    inner.add_module(last, module)
+    table = {r.name.rpartition(".")[2]: r.side for r in routing_table(model)}
+    assert table.pop("bias", "backup") == "backup"
+    assert set(table.values()) == {side}
+
+
+def test_experts_of_pairs_by_the_name_of_their_module() -> None:
+    experts = nn.Parameter(torch.ones(4, 8, 6))
+    assert routing_table([("layers.0.moe.w_in", experts)])[0].side == "muon"
+    assert routing_table([("moe_model.layers.0.attn.q", experts)])[0].side == "backup"
