@@ -22,7 +22,7 @@ from gate.scratch import low_on_disk, scratch
 from gate.targets import Target, pins
 
 HARNESS = Path(__file__).parent / "harness"
-TEST_LAYER = ("torch", "numpy", "pytest", "packaging")
+TEST_LAYER = ("torch", "numpy", "pytest", "hypothesis", "packaging")
 GRAFT_FILE = "_gate_layer.pth"
 # What a GPU run needs to see of the machine; everything else stays outside.
 PASSED_ON = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
@@ -92,7 +92,7 @@ def clean_environment(
 
     Args:
         target: its Python, and its torch or an existing site-packages directory with torch,
-            numpy and pytest, used in place of a cached layer (nothing is downloaded then).
+            numpy, pytest and hypothesis, used in place of a cached layer (nothing is downloaded then).
         requires_dist: what the wheel requires.
 
     Raises:

@@ -42,6 +42,8 @@ CPU_PROCESS_BYTES = 2**30
 GPU_PROCESS_BYTES = 4 * 2**30
 TAMPERS = "code of the package changes the tests or their results"
 PREFIX = "tests/regression/"
+# Of tests in one process; those in "worlds" fork ranks of their own, and take longest.
+FOLDERS = ("worlds", "single", "own")
 CANARY = '''\
 import {package}
 
@@ -56,6 +58,7 @@ PYTEST_INI = """\
 addopts = --strict-markers --strict-config -p no:cacheprovider
 xfail_strict = true
 junit_family = xunit1
+markers = own: about what only this package has
 """
 
 
@@ -130,7 +133,8 @@ def plan(
     if profile.min_gpus:
         processes = min(processes, len(machine.gpus))
     ranks = [Run(folder="ranks", world=world) for world in machine.worlds(profile)]
-    return [*_shared("single", inventory, processes), *ranks]
+    alone = [run for folder in FOLDERS for run in _shared(folder, inventory, processes)]
+    return [*alone, *ranks]
 
 
 def _shared(folder: str, inventory: Sequence[str], processes: int) -> list[Run]:
@@ -302,6 +306,7 @@ def _pytest(
             **environment.variables,
             **variables,
             "GATE_RECORDS": str(folder),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
             "GATE_PACKAGE": subject.package,
             "GATE_DISTRIBUTION": subject.distribution,
             "GATE_SITE": str(environment.site),

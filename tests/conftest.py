@@ -6,4 +6,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "regression" / "single")]
+FOLDERS = ("single", "worlds", "ranks", "own")
+sys.path[:0] = [str(HERE), *(str(HERE / "regression" / folder) for folder in FOLDERS)]
+from pool import ranks  # noqa: E402, F401 - a fixture

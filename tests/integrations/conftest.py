@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS))
-sys.path.insert(0, str(TESTS / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import RankPool  # noqa: E402
 
 BUILT = Path(sys.prefix) / "torch_extensions"
 # What DeepSpeed compiles is kept with the environment that it is for.
@@ -24,13 +19,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": str(BUILT)}
 
 def pytest_configure(config: Any) -> None:
     config.addinivalue_line("filterwarnings", "default")
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="session")

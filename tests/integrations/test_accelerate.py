@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranks import RankPool
+from pool import RankPool
 from tiny import OPTIMIZERS, batch, fell, language_model, launched, same
 
 BEFORE, AFTER = 16, 4

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import RankPool
+from pool import RankPool
 from tiny import batch, fell, language_model, launched, same
 
 from gefen import Gefen

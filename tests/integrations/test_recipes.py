@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import RankPool
+from pool import RankPool
 from recipes import INTEGRATIONS, run
 from tiny import batch, language_model, launched, texts
 

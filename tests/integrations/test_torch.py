@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from ranks import RankPool
+from pool import RankPool
 from tiny import OPTIMIZERS, batch, fell, language_model, same
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard

@@ -1,20 +1,13 @@
-"""Started on every rank by torchrun: the process group lives as long as the session.
-
-Lets the tests here import the helper module beside them, wherever the suite is copied.
-"""
+"""Started on every rank by torchrun: the process group lives as long as the session."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matrices import alone, give, layout, over, parameters, train, whole
-from ranks import RankPool
+from pool import RankPool
 from sharded import contents, refusal, same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrices import Place, alone, layout, whole
-from ranks import RankPool
+from pool import RankPool
 from sharded import Collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from members import group, members, mesh_over, one_mesh, two_on_each, weight, without_grad
-from ranks import RankPool
+from pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 

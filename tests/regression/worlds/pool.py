@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 LIMIT_S = 20.0
 """How long one case may take before its ranks are shown and killed."""
@@ -109,7 +111,7 @@ class RankPool:
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             self._server = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, "-B", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
@@ -124,6 +126,14 @@ class RankPool:
             raise RankError("the fork server did not answer")
         outcomes: list[Outcome] = _receive(server.stdout.fileno())
         return outcomes
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Forks ranks for a test; they have torch and gloo, on the CPU."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def _send(descriptor: int, value: Any) -> None:
@@ -291,8 +301,8 @@ def _outcome(scratch: Path, rank: int, hung: bool, limit_s: float) -> Outcome:
 
 if __name__ == "__main__":
     # Pickles name classes by module, so the server must be the module that tests import.
-    import ranks
+    import pool
 
     answers = os.dup(1)
     os.dup2(2, 1)
-    ranks._serve(0, answers)
+    pool._serve(0, answers)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, RankPool
+from pool import RankError, RankPool
 
 
 def add_ranks(rank: int, world: int, extra: int) -> int:

@@ -23,7 +23,7 @@ from gefen.blocks import (
     row_period,
 )
 
-GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "periods.npz")
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "periods.npz")
 VECTORS = sorted(
     key.removesuffix(".grad")
     for key in GOLDEN.files

@@ -19,7 +19,7 @@ from matrices import (
     train,
     whole,
 )
-from ranks import RankPool
+from pool import RankPool
 from sharded import Collectives, refusal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

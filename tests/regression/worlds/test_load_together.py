@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrices import SHAPES, STEPS, layout, parameters, settings_of, train, whole
-from ranks import RankPool
+from pool import RankPool
 from sharded import Collectives, contents, same
 from torch import nn
 from torch.distributed.tensor import DTensor

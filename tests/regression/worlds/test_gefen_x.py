@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import gefen_x_runs as cases
 import pytest
 import torch
-from ranks import RankPool
+from pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-# Ranks have not read tests/conftest.py.
-sys.path.insert(0, str(Path(__file__).parents[1] / "regression" / "single"))
-
-import gefen_x_runs as cases
 
 
 def whole(value: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import RankPool
+from pool import RankPool
 from recipes import RANKS, run
 
 

@@ -14,7 +14,7 @@ def test_cost_counts_the_three_products_of_an_iteration() -> None:
 
 
 def benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "ownership.py"
+    path = Path(__file__).parents[1] / "benchmarks" / "ownership.py"
     spec = importlib.util.spec_from_file_location("ownership_benchmark", path)
     assert spec is not None
     assert spec.loader is not None

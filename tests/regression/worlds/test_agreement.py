@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from members import group, members, mesh_over, one_mesh, two_on_each, weight, without_grad
-from ranks import RankPool
+from pool import RankPool
 from sharded import Collectives
 
 from gefen.distributed.preflight import Member, Preflight

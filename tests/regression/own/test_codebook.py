@@ -22,7 +22,7 @@ from gefen.codebook import (
     with_zero,
 )
 
-GOLDEN = np.load(Path(__file__).parent / "regression" / "golden" / "codebooks.npz")
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "codebooks.npz")
 CASES = sorted(key.removesuffix(".counts") for key in GOLDEN.files if key.endswith(".counts"))
 U8 = torch.uint8
 

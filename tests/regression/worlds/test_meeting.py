@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from ranks import RankPool
+from pool import RankPool
 
 from gefen.distributed.meeting import meet
 from gefen.errors import PeerFailureError

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrices import SHAPES, STEPS, alone, give, gradient, layout, over, parameters, train, whole
-from ranks import RankPool
+from pool import RankPool
 from sharded import contents, refusal, same
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
