@@ -162,7 +162,8 @@ environment_options = [
         "--site",
         type=PathOption(),
         metavar="DIR",
-        help="Use the torch, numpy, pytest and hypothesis of this site-packages directory; download nothing.",
+        help="Use this site-packages directory; download nothing. It has torch, numpy, pytest and "
+        "hypothesis.",
     ),
     click.option("--fresh", is_flag=True, help="Rebuild the cached torch layer."),
     click.option("-v", "--verbose", is_flag=True, help="Show every command and its output."),

@@ -91,8 +91,8 @@ def clean_environment(
     """Make an environment, and remove it afterwards.
 
     Args:
-        target: its Python, and its torch or an existing site-packages directory with torch,
-            numpy, pytest and hypothesis, used in place of a cached layer (nothing is downloaded then).
+        target: its Python, and its torch or an existing site-packages directory with torch, numpy,
+            pytest and hypothesis, used in place of a cached layer (nothing is downloaded then).
         requires_dist: what the wheel requires.
 
     Raises:

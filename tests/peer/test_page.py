@@ -45,7 +45,7 @@ def row(first: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def rows() -> list[str]:
-    """First cells of all tables but the one on installing, which tests/test_installed.py does."""
+    """First cells of all tables but the one on installing, which test_installed.py does."""
     text = PAGE.read_text().partition("## Arguments and groups")[2]
     cells = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()]
     lines = [c for c, line in zip(cells, text.splitlines(), strict=True) if line.startswith("| ")]
@@ -297,7 +297,7 @@ def goes_on(kind: str, tolerance: float | None) -> Any:
 
 @row("either, loaded under FSDP2")
 def _() -> None:
-    """On two ranks, with the steps that follow, in tests/distributed/test_gefen_x.py."""
+    """On two ranks, with the steps that follow, in worlds/test_gefen_x.py."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -380,7 +380,7 @@ def snippet() -> dict[str, Any]:
 
 @row("float16 parameters under `GradScaler`")
 def _() -> None:
-    """More of it is in tests/test_scaling.py."""
+    """More of it is in own/test_scaling.py."""
     param = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer, scaler = Gefen([param], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     for factor in (1.0, float("inf")):
@@ -440,7 +440,7 @@ def _() -> None:
     "`gefen.tools.lr_range_test`, `measure_update_rms`, `calibrate_relative`, `calibrate_vs_adamw`"
 )
 def _() -> None:
-    """Most of it is in tests/test_tools.py."""
+    """Most of it is in own/test_tools.py."""
     param = nn.Parameter(torch.ones(SHAPE))
     optimizer = Gefen([param], lr=0.01)
 

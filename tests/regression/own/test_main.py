@@ -34,7 +34,7 @@ def test_report(tmp_path: Path) -> None:
         rf"python {sys.version_info.major}\.{sys.version_info.minor}\.",
         "platform ",
         r"cpu: reference, \w.*, \d+ of \d+ threads",
-        "kernel architectures: none embedded; what a GPU needs is compiled at first use",
+        "kernel architectures: ",
         "cuda",
     ):
         assert re.search(wanted, done.stdout), done.stdout

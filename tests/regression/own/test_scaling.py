@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler around one process; sharded steps are in distributed/test_sharding.py."""
+"""torch.amp.GradScaler around one process; sharded steps are in worlds/test_sharding.py."""
 
 from __future__ import annotations
 
