@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -25,6 +25,7 @@ from gate.evidence import verify as verify_evidence
 from gate.harness.supervise import end_with_parent
 from gate.layer import KEPT_LAYERS
 from gate.machine import PROFILES
+from gate.parameters import PathOption, base_directory, not_an_option, positive
 from gate.pipeline import Options
 from gate.publish import Options as PublishOptions
 from gate.publish import publish as publish_files
@@ -65,6 +66,7 @@ EPILOG = "\n\n".join(
         "  python -m gate run --wheel dist --profile cpu\n"
         "  python -m gate run v0.1.0 --wheel 'dist/*.whl'\n"
         "  python -m gate run v0.1.0 --from testpypi\n"
+        "  python -m gate run --wheel dist --only single/test_groups.py\n"
         "  python -m gate verify dist --evidence gate-evidence --require cpu\n"
         "  python -m gate run --environment floor --environment newest\n"
         "  python -m gate run --torch 2.12.0 --torch 2.13.0\n"
@@ -73,57 +75,6 @@ EPILOG = "\n\n".join(
         "  nox -s gate -- --wheel ../some.whl            the same, in an environment of its own",
     ]
 ).replace(MODULE, PROGRAM)
-
-
-def base_directory() -> Path:
-    """Return the directory that relative paths on the command line count from."""
-    try:
-        return Path(os.environ.get("GATE_INVOKED_FROM") or Path.cwd())
-    except FileNotFoundError:
-        raise UsageFailure(
-            "The current directory does not exist any more.", next_step="cd to another one"
-        ) from None
-
-
-if TYPE_CHECKING:
-    _PathType = click.ParamType[Path]
-else:  # older versions of click give it no parameter
-    _PathType = click.ParamType
-
-
-class PathOption(_PathType):
-    """A path: ``~`` is expanded, and relative ones count from where the user typed."""
-
-    name = "path"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path:
-        """Return the absolute path, or fail as a usage error that names the option."""
-        if isinstance(value, Path):
-            return value
-        name = param.opts[0] if param else "the option"
-        # click itself takes the next option for a value that is missing.
-        if not value.strip() or value.startswith("-"):
-            raise click.UsageError(f"{name} needs a path, not {value!r}; ./-x is one.", ctx)
-        try:
-            return base_directory() / Path(str(value)).expanduser()
-        except RuntimeError as error:
-            self.fail(f"{value}: {error}", param, ctx)
-
-
-def positive(_ctx: click.Context, param: click.Parameter, value: float) -> float:
-    """Refuse a time limit that is not a positive number of seconds."""
-    if not 0 < value < float("inf"):
-        raise click.BadParameter(f"{value} is not a positive number of seconds", param=param)
-    return value
-
-
-def not_an_option(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuse an empty value, and one that is the next option."""
-    if value is not None and (not value.strip() or value.startswith("-")):
-        raise click.UsageError(f"{param.opts[0]} needs a value, not {value!r}.", ctx)
-    return value
 
 
 settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -252,7 +203,15 @@ def gate() -> None:
     "-x",
     "--fail-fast",
     is_flag=True,
-    help="Let the first part of the regression tests that fails end the others.",
+    help="Let the first regression test that fails end them all; quick ones are first then.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NODE",
+    callback=lambda ctx, param, values: tuple(not_an_option(ctx, param, v) for v in values),
+    help="Run just this test of the suite, as in single/test_groups.py::test_rate, or all of a "
+    "file; repeatable. Leaves reports and logs, and no evidence.",
 )
 @click.option(
     "--suite",
@@ -281,6 +240,7 @@ def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
         tag=tag,
         tag_check=not no_tag_check,
         base=base_directory(),
+        program=PROGRAM,
         summary=Path(summary) if (summary := os.environ.get("GITHUB_STEP_SUMMARY")) else None,
         **given,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from gate import audit as auditing
 from gate import page, policy, regressions, signature
 from gate.build import NOTE, build
 from gate.environment import clean_environment
-from gate.errors import EnvironmentFailed, GateError, UsageFailure, WheelRejected
+from gate.errors import EnvironmentFailed, GateError, RegressionFailed, UsageFailure, WheelRejected
 from gate.fetch import fetch
 from gate.layer import Layers
 from gate.machine import Profile, choose, examine
@@ -42,11 +43,30 @@ class Options:
     suite: Path = regressions.SUITE
     timeout: float = 600.0
     fail_fast: bool = False
+    only: tuple[str, ...] = ()
     tag_check: bool = True
     sign: Path | None = None
     summary: Path | None = None
     allowed_signers: Path = signature.ALLOWED
     verbose: bool = False
+    program: str = "python -m gate"
+
+    def again(self, candidate: Candidate, target: Target, profile: str) -> str:
+        """Return the command that repeats this on one wheel in one environment."""
+        words = ["run", *(("--wheel", candidate.wheel.path) if self.source is None else ())]
+        if self.source is not None:
+            words += [str(self.tag), "--from", self.source]
+        words += ["--profile", profile]
+        if target.name:
+            words += ["--environment", target.name]
+        else:
+            words += ["--torch", target.torch] if target.torch else []
+            words += ["--site", target.site] if target.site else []
+            words += ["--python", target.python] if target.python != Target().python else []
+        for name in ("suite", "evidence"):
+            value = getattr(self, name)
+            words += [f"--{name}", value] if value != getattr(Options, name) else []
+        return f"{self.program} {shlex.join(map(str, words))}"
 
     def check(self) -> None:
         """Find mistyped paths before anything takes time.
@@ -66,6 +86,8 @@ class Options:
             where = f"environment {target.name}:" if target.name else "--site"
             if target.site is not None and not target.site.is_dir():
                 raise UsageFailure(f"{where} {target.site} is not a directory.")
+        if self.only and self.sign is not None:
+            raise UsageFailure("--only states nothing that --sign could sign.")
         if not next(self.suite.rglob("test_*.py"), None):
             raise UsageFailure(f"--suite {self.suite} holds no test_*.py file.")
 
@@ -107,6 +129,7 @@ def run(options: Options, display: Display) -> list[Report]:
         sessions = _sessions(options, candidates, repository, display, sign)
         try:
             _run_all(sessions, runner)
+            _tell(sessions, display)
         finally:
             _show(options, display)
     return _verdict(sessions, display)
@@ -132,6 +155,16 @@ def _verdict(sessions: Sequence[Session], display: Display) -> list[Report]:
         raise error
     titles = ", ".join(title for title, _ in errors)
     raise type(error)(f"{len(errors)} of {len(sessions)} failed: {titles}.")
+
+
+def _tell(sessions: Sequence[Session], display: Display) -> None:
+    """Say which tests failed, before all verdicts."""
+    for session in sessions:
+        if isinstance(session.error, RegressionFailed) and session.report.tests:
+            if len(sessions) > 1:
+                display.say(f"{_title(session, sessions)}:")
+            for line in session.report.told():
+                display.say(line)
 
 
 def _show(options: Options, display: Display) -> None:
@@ -165,6 +198,8 @@ def _sessions(
         suite=options.suite,
         timeout=options.timeout,
         fail_fast=options.fail_fast,
+        only=options.only,
+        again=options.again,
         # What several sessions gain by running at once, one gains by sharing out its tests.
         processes=max(1, capacity.cores // count),
         layers=Layers(fresh=options.fresh),

@@ -8,24 +8,27 @@ file, with a record that the process reached its end. Anything else is a failure
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import os
+import shlex
 import shutil
 import signal
 import time
 import uuid
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gate import judge as judging
 from gate import records
 from gate.environment import Environment
-from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed
+from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed, UsageFailure
 from gate.harness.supervise import descendants
+from gate.judge import Judgement, Start
 from gate.machine import Machine, Profile
 from gate.parallel import Need
 from gate.report import Failure
@@ -36,14 +39,14 @@ CHECKOUT = Path(__file__).parent.parent
 SUITE = CHECKOUT / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
-CANARY_FAILED = 1
 # Host memory of a test process, measured at 0.6 GiB on the CPU; CUDA maps more.
 CPU_PROCESS_BYTES = 2**30
 GPU_PROCESS_BYTES = 4 * 2**30
 TAMPERS = "code of the package changes the tests or their results"
-PREFIX = "tests/regression/"
 # Of tests in one process; those in "worlds" fork ranks of their own, and take longest.
-FOLDERS = ("worlds", "single", "own")
+FOLDERS = ("worlds", "own", "single")
+# A suite without any of these is none.
+REQUIRED = ("ranks", "single")
 CANARY = '''\
 import {package}
 
@@ -52,7 +55,6 @@ def {name}():
     """Fails on purpose, so that the gate knows that failures are seen."""
     assert {package} is None
 '''
-PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
 PYTEST_INI = """\
 [pytest]
 addopts = --strict-markers --strict-config -p no:cacheprovider
@@ -88,12 +90,14 @@ class Run:
 
     Attributes:
         files: the test files to run, relative to the suite; all those in ``folder`` if empty.
+        nodes: the ids of the tests to run; all those in the files if empty.
         share: which of several starts that share the folder's files; 0 for the only one.
     """
 
     folder: str
     world: int
     files: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
     share: int = 0
 
     @property
@@ -119,22 +123,67 @@ class Run:
             for node in inventory
             if node.startswith(self.folder + "/")
             and (not self.files or node.partition("::")[0] in self.files)
+            and (not self.nodes or node in self.nodes)
         ]
+
+    def ids(self, inventory: Sequence[str]) -> list[str]:
+        """Return what those expected are called in reports and statements."""
+        return [f"{self.label}: {node}" for node in self.expected(inventory)]
 
 
 def plan(
-    profile: Profile, machine: Machine, inventory: Sequence[str], processes: int
+    profile: Profile,
+    machine: Machine,
+    inventory: Sequence[str],
+    processes: int,
+    *,
+    quick_first: bool = False,
 ) -> list[Run]:
-    """Return what ``profile`` runs on this machine: tests of one process, then those of ranks.
+    """Return what ``profile`` runs on this machine, in the order to start it.
+
+    That is slow parts first, so that nothing runs alone at the end.
 
     Args:
         processes: how many processes may share the tests that need only one.
+        quick_first: rather start with what tells of a failure soon.
     """
     if profile.min_gpus:
         processes = min(processes, len(machine.gpus))
-    ranks = [Run(folder="ranks", world=world) for world in machine.worlds(profile)]
+    ranks = [Run(folder="ranks", world=world) for world in reversed(machine.worlds(profile))]
     alone = [run for folder in FOLDERS for run in _shared(folder, inventory, processes)]
-    return [*alone, *ranks]
+    parts = [run for run in [*ranks, *alone] if run.expected(inventory) or run.folder in REQUIRED]
+    return parts[::-1] if quick_first else parts
+
+
+def only(parts: Sequence[Run], names: Sequence[str], inventory: Sequence[str]) -> list[Run]:
+    """Return what runs just the tests that ``names`` name.
+
+    Args:
+        names: ids of tests, with or without their parameters, or files or folders of the suite;
+            ``ranks-2: `` before one means the ranks of that start only.
+
+    Raises:
+        UsageFailure: one names no test that these parts run.
+    """
+    chosen = []
+    for part in parts:
+        nodes = part.expected(inventory)
+        kept = [node for node in nodes if any(_names(name, part, node) for name in names)]
+        chosen += [replace(part, nodes=tuple(kept))] if kept else []
+    for name in names:
+        if not any(_names(name, part, node) for part in chosen for node in part.nodes):
+            known = {node for part in parts for node in part.expected(inventory)}
+            close = difflib.get_close_matches(name, known, 1)
+            raise UsageFailure(
+                f"--only {name}: this profile of the suite has no such test.",
+                next_step=f"try --only {shlex.quote(close[0])}" if close else "",
+            )
+    return chosen
+
+
+def _names(name: str, part: Run, node: str) -> bool:
+    name = name.removeprefix(f"{part.label}: ").removeprefix("tests/regression/").rstrip("/")
+    return node == name or node.startswith((f"{name}[", f"{name}::", f"{name}/"))
 
 
 def _shared(folder: str, inventory: Sequence[str], processes: int) -> list[Run]:
@@ -190,7 +239,7 @@ def collect(
         raise RegressionFailed(
             f"The regression tests cannot be collected: {how}.\n{_details(folder, outcome)}"
         )
-    for problem in _canary_problems(folder, 0, canary, finished):
+    for problem in judging.canary_problems(folder, 0, _node(canary), finished):
         raise IdentityMismatch(problem, cause=TAMPERS)
     if changed:
         raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)
@@ -212,17 +261,6 @@ def _canary(subject: Subject, suite: Path) -> Iterator[str]:
         (suite / f"{name}.py").unlink(missing_ok=True)
 
 
-def _canary_problems(
-    folder: Path, rank: int, canary: str, finished: Mapping[str, Any]
-) -> Iterator[str]:
-    """What speaks against the records of a process, given that its last test must fail."""
-    verdict, _ = _results(folder / f"junit-{rank}.xml").get(_node(canary), ("did not run", ""))
-    if not verdict.startswith("failed: ") or finished.get("exitstatus") != CANARY_FAILED:
-        yield f"A test that must fail did not come back as failed: {verdict}."
-    if records.read_json(folder / f"exited-{rank}.json", dict) is None:
-        yield "The process did not reach its end: its exit was forced or had to be."
-
-
 def _node(canary: str) -> str:
     return f"{canary}.py::{canary}"
 
@@ -241,11 +279,14 @@ def run(
     runner: Runner,
     profile: Profile,
     timeout: float,
+    exit_first: bool = False,
     gpus: Sequence[str] = (),
-) -> tuple[list[str], list[Failure]]:
-    """Run one part of the suite; return the ids that passed everywhere, and what failed.
+) -> Judgement:
+    """Run one part of the suite; return what passed everywhere, what failed and what did not run.
 
     Args:
+        exit_first: whether to stop at the first failing test. Ranks always do: after it, they no
+            longer agree on what comes next.
         gpus: entries of CUDA_VISIBLE_DEVICES to run on, if not on all.
     """
     expected = plan.expected(inventory)
@@ -255,7 +296,8 @@ def run(
         "OMP_NUM_THREADS": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
-    words = list(plan.files or [plan.folder])
+    exit_first = exit_first or plan.world > 1
+    words = list(plan.nodes or plan.files or [plan.folder])
     # Starts side by side must not see what others do to their tests.
     own = suite.with_name(f"suite-{plan.name}")
     shutil.copytree(suite, own)
@@ -264,15 +306,31 @@ def run(
         outcome = _pytest(
             *(subject, own, folder, runner, words, canary, variables, timeout),
             world=plan.world,
+            exit_first=exit_first,
         )
         changed = _changes(before, subject.fingerprint(own))
-    failures = list(_judge(plan, expected, outcome, folder, canary))
-    failures += [
+    start = Start(
+        label=plan.label,
+        world=plan.world,
+        folder=folder,
+        canary=_node(canary),
+        exit_first=exit_first,
+        names=(
+            (f"{own}/", "tests/regression/"),
+            (f"{subject.environment.site}/", ""),
+            (f"{subject.environment.root}/", ""),
+        ),
+    )
+    judgement = judging.judge(start, expected, outcome)
+    if not changed:
+        return judgement
+    # Whoever changes files may have changed what the tests say.
+    changes = [
         Failure(where=plan.label, reason=f"{name} was changed while the tests ran")
         for name in changed
     ]
-    passed = [] if failures else [f"{plan.label}: {node}" for node in expected]
-    return passed, failures
+    missed = [*judgement.passed, *judgement.missed]
+    return Judgement(failures=[*changes, *judgement.failures], missed=missed)
 
 
 def _pytest(
@@ -285,20 +343,30 @@ def _pytest(
     variables: Mapping[str, str],
     timeout: float,
     world: int = 1,
+    exit_first: bool = False,
 ) -> Outcome:
     environment = subject.environment
     folder.mkdir(parents=True)
     python = environment.python
     command: list[str | Path] = [
         *(python, "-IBm", "pytest", "-c", suite.parent / "pytest.ini", "--rootdir", suite),
-        *("--confcutdir", suite, "-p", "gate_harness", "--basetemp", folder / "tmp"),
+        *(
+            "--confcutdir",
+            suite,
+            "-p",
+            "no:faulthandler",
+            "-p",
+            "gate_harness",
+            "--basetemp",
+            folder / "tmp",
+        ),
         *(folders or ["."]),
         # The last of all, so that what tests leave behind would show.
         *([f"{canary}.py"] if folders else []),
+        *(["--exitfirst"] if exit_first else []),
     ]
     if world > 1:
-        # After a failing test the ranks no longer agree on what comes next.
-        command = [*_torchrun(python, world, folder), *command, "--exitfirst"]
+        command = [*_torchrun(python, world, folder), *command]
     allowed = [environment.root, *environment.layers]
     return runner.run(
         command,
@@ -385,99 +453,6 @@ def _catches(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def _judge(
-    plan: Run, expected: Sequence[str], outcome: Outcome, folder: Path, canary: str
-) -> Iterator[Failure]:
-    if not expected:
-        yield Failure(where=plan.label, reason="no tests were collected for it")
-    failures = [
-        failure
-        for rank in range(plan.world)
-        for failure in _judge_rank(plan, rank, expected, folder, canary)
-    ]
-    if not outcome.ok or failures:
-        reason = "the tests failed" if outcome.ok else outcome.describe()
-        yield Failure(where=plan.label, reason=reason, detail=_details(folder, outcome))
-    yield from failures
-
-
 def _details(folder: Path, outcome: Outcome) -> str:
-    return "\n\n".join([*_stacks(folder), outcome.tail()])
-
-
-def _stacks(folder: Path) -> Iterator[str]:
-    """The stacks that test processes wrote when they were ended, without pytest's own frames."""
-    for file in sorted(folder.glob("stacks-*.txt")):
-        lines = records.read_text(file).splitlines()
-        kept = [line for line in lines if not any(part in line for part in PYTEST_FRAMES)]
-        if any(line.strip() for line in kept):
-            text = "\n".join(kept).strip()
-            yield f"stacks of rank {file.stem.removeprefix('stacks-')}:\n{text}"
-
-
-def _judge_rank(
-    plan: Run, rank: int, expected: Sequence[str], folder: Path, canary: str
-) -> Iterator[Failure]:
-    suffix = f" on rank {rank}" if plan.world > 1 else ""
-    where = plan.label + suffix
-    finished = records.read_json(folder / f"finished-{rank}.json", dict)
-    if finished is None:
-        yield Failure(where=where, reason="ended early: it left no completion record")
-        if running := records.read_text(folder / f"current-{rank}"):
-            yield Failure(where=f"{PREFIX}{running}{suffix}", reason="was running when it ended")
-        return
-    for problem in _process_problems(finished):
-        yield Failure(where=where, reason=problem)
-    failures = list(_test_failures(folder / f"junit-{rank}.xml", expected, canary, suffix))
-    yield from failures
-    # Ranks stop at the first failure, and are ended with the first that stopped.
-    for problem in () if failures else _canary_problems(folder, rank, canary, finished):
-        yield Failure(where=where, reason=problem)
-
-
-def _process_problems(finished: Mapping[str, Any]) -> Iterator[str]:
-    if finished.get("exitstatus") != CANARY_FAILED:
-        yield f"pytest ended with {finished.get('exitstatus')}"
-    if failure := finished.get("failure"):
-        yield f"the package cannot be imported: {failure.strip().splitlines()[-1]}"
-    yield from finished.get("identity", ["it gave no proof of its identity"])
-    yield from (f"importing the package {effect}" for effect in finished.get("effects", []))
-    yield from (f"the package {what}" for what in finished.get("tampering", []))
-
-
-def _test_failures(
-    junit: Path, expected: Sequence[str], canary: str, suffix: str
-) -> Iterator[Failure]:
-    results = _results(junit)
-    results.pop(_node(canary), None)
-    for node in expected:
-        verdict, detail = results.pop(node, ("did not run", ""))
-        if verdict != "passed":
-            yield Failure(where=f"{PREFIX}{node}{suffix}", reason=verdict, detail=detail)
-    for node, (verdict, detail) in results.items():
-        yield Failure(where=f"{node}{suffix}", reason=f"unexpected: {verdict}", detail=detail)
-
-
-def _results(junit: Path) -> dict[str, tuple[str, str]]:
-    """Return {test id: (verdict, detail)}; an absent or truncated file gives none."""
-    try:
-        cases = ElementTree.fromstring(records.read(junit) or b"").iter("testcase")
-    except (ElementTree.ParseError, LookupError, ValueError):
-        return {}
-    results = {}
-    for case in cases:
-        properties = {item.get("name"): item.get("value", "") for item in case.iter("property")}
-        node = properties.get("nodeid") or f"{case.get('classname')}::{case.get('name')}"
-        results[node] = _verdict(case, properties)
-    return results
-
-
-def _verdict(case: ElementTree.Element, properties: Mapping[str | None, str]) -> tuple[str, str]:
-    for tag, verdict in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
-        if (found := case.find(tag)) is not None:
-            message = (found.get("message") or "").strip().splitlines()
-            reason = f"{verdict}: {message[0]}" if message else verdict
-            return reason, found.text or ""
-    if "wasxfail" in properties:
-        return f"passed although expected to fail: {properties['wasxfail']}", ""
-    return "passed", ""
+    stacks = judging.stacks(folder / "stacks-0.txt")
+    return "\n\n".join([*([stacks] if stacks else []), outcome.tail()])

@@ -26,6 +26,12 @@ PHASES = (
     "evidence",
 )
 RUNS_PYTEST = ("identity", "regressions")
+# Of failures: how many are told in full and by name, and lines of an assertion, and of a log.
+SHOWN_FULLY = 5
+SHOWN_FAILURES = 20
+SHOWN_ASSERTION = 7
+SHOWN_LINES = 60
+SHOWN_WIDTH = 240
 
 
 @dataclass(kw_only=True)
@@ -41,16 +47,45 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One reason why a wheel failed; ``detail`` is its log or stack."""
+    """One reason why a wheel failed.
+
+    Attributes:
+        where: the test, or what else failed.
+        reason: one line.
+        detail: its traceback, stack or log.
+        test: the test's id in the suite; "" where it is none of a test.
+        place: file and line of the suite where the test failed, or "".
+        again: the command that repeats it, or "".
+        files: logs and JUnit files, below the run's folder.
+    """
 
     where: str
     reason: str
     detail: str = ""
+    test: str = ""
+    place: str = ""
+    again: str = ""
+    files: tuple[str, ...] = ()
+
+    def told(self) -> list[str]:
+        """Return what to tell of it below its name."""
+        kept = [line[1:].strip() for line in self.detail.splitlines() if line.startswith("E ")]
+        # The reason is the first line of the assertion.
+        assertion = [f"  {line}" for line in kept[1:] if line][:SHOWN_ASSERTION]
+        lines = [self.reason, *(assertion if kept else self.detail.splitlines()[:SHOWN_LINES])]
+        lines = [f"{line[:SHOWN_WIDTH]}..." if line[SHOWN_WIDTH:] else line for line in lines]
+        place = [f"at {self.place}"] if self.place else []
+        again = [f"again: {self.again}"] if self.again else []
+        return [*lines, *place, *again]
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What happened to one wheel."""
+    """What happened to one wheel.
+
+    ``tests`` is how many should have passed; ``missed_tests`` have no result that counts.
+    ``only``: names of tests that alone were asked for, which is no gate.
+    """
 
     wheel: str
     sha256: str = ""
@@ -58,7 +93,10 @@ class Report:
     profile: str = ""
     result: str = "incomplete"
     phases: list[Phase] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
+    tests: int = 0
     passed_tests: list[str] = field(default_factory=list)
+    missed_tests: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -73,12 +111,48 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     def verdict(self) -> str:
-        """Return what it passed, and how long that took."""
+        """Return what it passed or failed, and how long that took."""
         total, pytest = self.seconds(), self.seconds(*RUNS_PYTEST)
         return (
-            f"passed profile {self.profile}: {len(self.passed_tests)} tests; "
-            f"pytest took {pytest:.1f} s, everything else {total - pytest:.1f} s"
+            f"{self._result()}; pytest took {pytest:.1f} s, everything else {total - pytest:.1f} s"
         )
+
+    def _result(self) -> str:
+        if not self.failures and self.only:
+            count = f"{len(self.passed_tests)} of the profile {self.profile}'s tests"
+            return f"passed {count}: those that --only names, which is no evidence"
+        if not self.failures:
+            return f"passed profile {self.profile}: {len(self.passed_tests)} tests"
+        failed = self.failed_tests()
+        counts = [f"{len(failed)} of {self.tests} tests failed"] if failed else ["no test failed"]
+        if faults := len(self.failures) - len(failed):
+            counts.append(f"{faults} other {'failure' if faults == 1 else 'failures'}")
+        counts.append(f"{len(self.passed_tests)} passed")
+        if self.missed_tests:
+            counts.append(f"{len(self.missed_tests)} without a result")
+        named = ", of those that --only names" if self.only else ""
+        return f"FAILED profile {self.profile}: {', '.join(counts)}{named}"
+
+    def failed_tests(self) -> list[Failure]:
+        """Return the failures of tests; what else failed is none of a test's."""
+        return [failure for failure in self.failures if failure.test]
+
+    def told(self) -> Iterator[str]:
+        """What failed, in lines: by its name, then its assertion, its place, how to repeat it."""
+        count = f"FAILED {len(self.failed_tests())} of {self.tests}"
+        if len(self.failures) == 1:
+            (failure,) = self.failures
+            yield f"{count if failure.test else 'FAILED'}: {failure.where}"
+            yield from (f"  {line}" for line in failure.told())
+            return
+        yield f"{count}:"
+        for failure in self.failures[:SHOWN_FULLY]:
+            yield f"  {failure.where}"
+            yield from (f"    {line}" for line in failure.told())
+        for failure in self.failures[SHOWN_FULLY:SHOWN_FAILURES]:
+            yield f"  {failure.where}: {failure.reason}"
+        if more := len(self.failures[SHOWN_FAILURES:]):
+            yield f"  and {more} more"
 
     def seconds(self, *names: str) -> float:
         """Return for how long at least one phase, or one of those named, was running."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -20,6 +21,7 @@ from gate import evidence, records, regressions
 from gate.environment import Environment
 from gate.errors import EnvironmentFailed, GateError, Interrupted, RegressionFailed
 from gate.harness.supervise import rights_to_confine
+from gate.judge import Judgement
 from gate.layer import Layers
 from gate.machine import Machine, Profile, choose, examine
 from gate.parallel import Capacity, Need, side_by_side
@@ -31,13 +33,8 @@ from gate.scratch import low_on_disk
 from gate.targets import Target
 from gate.wheels import Wheel
 
-SHOWN_FAILURES = 20
-SHOWN_LINES = 60
 # Making an environment and importing torch in it keeps one core busy.
 PREPARING = Need(cores=1, memory=regressions.CPU_PROCESS_BYTES)
-
-Outcome = tuple[list[str], list[Failure]]
-"""The ids of the tests that passed in a part of the regressions, and what failed."""
 
 
 class _Enough(Exception):
@@ -75,7 +72,9 @@ class Settings:
         suite: the folder of regressions.
         timeout: seconds that one start of tests may take.
         fail_fast: whether the first part of the regressions that fails ends the others.
+        only: names of tests, of which alone the regressions consist; all where there are none.
         processes: how many processes may share the tests that need only one.
+        again: the command that repeats a run on a wheel in an environment with a profile.
         sign: signs statements; None where they stay unsigned.
     """
 
@@ -84,7 +83,9 @@ class Settings:
     suite: Path
     timeout: float
     fail_fast: bool
+    only: tuple[str, ...]
     processes: int
+    again: Callable[[Candidate, Target, str], str]
     layers: Layers
     capacity: Capacity
     repository: Repository
@@ -107,6 +108,7 @@ class Session:
         self._wanted = {"id": target.identity}
         self._stack = ExitStack()
         self._environment: Environment | None = None
+        report.only = list(settings.only)
 
     def test(self, runner: Runner) -> None:
         """Run all phases up to the regressions; keep in ``error`` why the wheel did not pass."""
@@ -120,39 +122,64 @@ class Session:
 
     def _test(self, runner: Runner) -> None:
         settings = self._settings
-        if settings.profile != "auto":
+        # A part of the tests, if they pass, takes nothing back and states nothing.
+        if settings.profile != "auto" and not settings.only:
             self._revoke(settings.profile)
         with settings.capacity.take(PREPARING, runner):
             subject, suite, inventory, machine, profile = self._prepare(runner)
         self._profile, self._machine = profile, machine
         self.report.profile, self.report.facts = profile.name, machine.facts
         self.report.executed_archs = sorted(machine.executed_archs(profile))
-        self._revoke(profile.name)
-        parts = regressions.plan(profile, machine, inventory, settings.processes)
+        if not settings.only:
+            self._revoke(profile.name)
+        parts = self._parts(profile, machine, inventory)
         phases = [Phase(name="regressions") for _ in parts]
         self.report.phases += phases
         regress = partial(self._regress, subject, suite, inventory, profile, machine)
         tasks = [partial(regress, part, phase) for part, phase in zip(parts, phases, strict=True)]
-        for passed, failures in self._outcomes(tasks, runner):
-            self.report.passed_tests += passed
-            self.report.failures += failures
+        unended = [Judgement(missed=part.ids(inventory)) for part in parts]
+        self.report.tests = sum(len(each.missed) for each in unended)
+        for judgement in self._judgements(tasks, runner, unended):
+            self.report.passed_tests += judgement.passed
+            self.report.missed_tests += judgement.missed
+            self.report.failures += map(self._told, judgement.failures)
         if self.report.failures:
             raise self._verdict(subject.environment)
 
-    def _outcomes(
-        self, tasks: Sequence[Callable[[Runner], Outcome]], runner: Runner
-    ) -> list[Outcome]:
-        """What the parts came to, in order; all of them, or those up to the first failure."""
-        ended: dict[int, Outcome] = {}
+    def _told(self, failure: Failure) -> Failure:
+        """A failure, with what only the run knows of it."""
+        again = self._settings.again(self.candidate, self.target, self.report.profile)
+        files = tuple(f"records/{name}" for name in failure.files)
+        only = f" --only {shlex.quote(failure.where)}" if failure.test else ""
+        return replace(failure, files=files, again=f"{again}{only}")
 
-        def note(number: int, future: Future[Outcome]) -> None:
+    def _parts(self, profile: Profile, machine: Machine, inventory: Sequence[str]) -> list[Run]:
+        settings = self._settings
+        if settings.only:
+            parts = regressions.plan(profile, machine, inventory, 1)
+            return regressions.only(parts, settings.only, inventory)
+        quick_first = settings.fail_fast
+        return regressions.plan(
+            profile, machine, inventory, settings.processes, quick_first=quick_first
+        )
+
+    def _judgements(
+        self,
+        tasks: Sequence[Callable[[Runner], Judgement]],
+        runner: Runner,
+        unended: Sequence[Judgement],
+    ) -> list[Judgement]:
+        """What the parts came to, in order; ``unended`` of those that a failure kept from it."""
+        ended = dict(enumerate(unended))
+
+        def note(number: int, future: Future[Judgement]) -> None:
             ended[number] = future.result()
-            if self._settings.fail_fast and ended[number][1]:
+            if self._settings.fail_fast and ended[number].failures:
                 raise _Enough
 
         with suppress(_Enough):
             side_by_side(tasks, runner, on_done=note)
-        return [ended[number] for number in sorted(ended)]
+        return list(ended.values())
 
     def _prepare(self, runner: Runner) -> tuple[Subject, Path, Sequence[str], Machine, Profile]:
         with self._phase("environment") as phase:
@@ -199,7 +226,7 @@ class Session:
         part: Run,
         phase: Phase,
         runner: Runner,
-    ) -> Outcome:
+    ) -> Judgement:
         timeout = self._settings.timeout
         tokens = machine.tokens(os.environ.get("CUDA_VISIBLE_DEVICES"))
         ranks = f" on each of {part.world} ranks" if part.world > 1 else ""
@@ -211,7 +238,7 @@ class Session:
             self._settings.capacity.take(need, runner, tokens or ["all"]) as gpus,
             self._lane.phase(self.report, "regressions", note, phase),
         ):
-            passed, failures = regressions.run(
+            judgement = regressions.run(
                 subject,
                 suite,
                 part,
@@ -220,27 +247,22 @@ class Session:
                 runner=runner,
                 profile=profile,
                 timeout=timeout,
+                exit_first=self._settings.fail_fast,
                 gpus=gpus if tokens else (),
             )
-            phase.detail = f"{part.name}: {_tally(passed, failures)}"
-            phase.status = "failed" if failures else "passed"
-        return passed, failures
+            phase.detail = f"{part.name}: {_tally(judgement)}"
+            phase.status = "failed" if judgement.failures else "passed"
+        return judgement
 
     def _verdict(self, environment: Environment) -> GateError:
-        """Failed tests before those that did not run, and the most telling log below them."""
-        failures = sorted(self.report.failures, key=lambda item: item.reason == "did not run")
-        lines = [f"{failure.where}: {failure.reason}" for failure in failures]
-        more = [f"and {len(lines) - SHOWN_FAILURES} more"] if len(lines) > SHOWN_FAILURES else []
-        detail = next((failure.detail for failure in failures if failure.detail), "").splitlines()
-        text = "\n".join([*lines[:SHOWN_FAILURES], *more, *detail[:SHOWN_LINES]])
         if full := low_on_disk(environment.root.parent):
             return EnvironmentFailed(
-                f"The disk was full while the tests ran, which says nothing of the wheel.\n{text}",
+                "The disk was full while the tests ran, which says nothing of the wheel.",
                 cause=full,
                 next_step="free some space or set TMPDIR to a larger disk",
             )
-        next_step = f"read {self._folder}/report.json and the logs beside it"
-        return RegressionFailed(text, next_step=next_step)
+        text = f"{self.candidate.wheel.filename} {self.report.verdict()}"
+        return RegressionFailed(text, next_step=f"read {self._folder} for reports and logs")
 
     def conclude(self) -> None:
         """Write what :meth:`test` found, and remove the environment.
@@ -250,7 +272,10 @@ class Session:
         with self._stack:
             self.report.started, self.report.finished = self._clock.started, self._clock.now()
             try:
-                if self.error is None:
+                if self.error is None and self._settings.only:
+                    self._record(replace(self.report, result="partial"))
+                    self.report.result = "partial"
+                elif self.error is None:
                     with self._phase("evidence") as phase:
                         signed = ", signed" if self._settings.sign else ""
                         phase.detail = f"{self._attest()}{signed}"
@@ -260,7 +285,7 @@ class Session:
             except OSError as error:
                 self.error = _refused(error, self._settings.evidence)
             finally:
-                if self.report.result != "passed":
+                if self.report.result not in ("passed", "partial"):
                     self._record_failure()
 
     def _attest(self) -> Path:
@@ -300,11 +325,18 @@ class Session:
         reason = str(self.error or "The run was interrupted.")
         self.report.failures = self.report.failures or [Failure(where=where, reason=reason)]
         # What failed first is worth more than a problem here.
-        with suppress(OSError, GateError), evidence.locked(self._settings.evidence):
-            if self.report.profile != "auto":
+        with suppress(OSError, GateError):
+            told = isinstance(self.error, RegressionFailed) or not self._settings.only
+            if self.report.profile != "auto" and told:
                 self._revoke(self.report.profile)
+            self._record(self.report)
+
+    def _record(self, report: Report) -> None:
+        """Leave a report and logs."""
+        report.commit = self._settings.repository.commit()
+        with evidence.locked(self._settings.evidence):
             self._keep()
-            self.report.write(self._folder / "report.json")
+            report.write(self._folder / "report.json")
 
     @property
     def _folder(self) -> Path:
@@ -312,6 +344,8 @@ class Session:
         wheel = self.candidate.wheel
         name = f"{wheel.filename}.{wheel.sha256[:12]}"
         run = f"{self.report.profile}.{evidence.environment_id(self._wanted)}"
+        # Beside what a statement of an earlier run binds.
+        run += ".only" if self._settings.only else ""
         return self._settings.evidence / "runs" / name / run
 
     def _keep(self) -> None:
@@ -360,5 +394,10 @@ def _refused(error: OSError, folder: Path) -> EnvironmentFailed:
     )
 
 
-def _tally(passed: Sequence[str], failures: Sequence[Failure]) -> str:
-    return f"{len(failures)} failed" if failures else f"{len(passed)} passed"
+def _tally(judgement: Judgement) -> str:
+    counts = {
+        "failed": len(judgement.failures),
+        "passed": len(judgement.passed),
+        "without a result": len(judgement.missed),
+    }
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)

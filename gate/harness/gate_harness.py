@@ -38,6 +38,8 @@ EXIT_SECONDS = 45
 
 opened = set()
 failed = set()
+# Of the test that is running: what speaks against it, and where.
+noted = {}
 
 
 def record(name, facts):
@@ -155,6 +157,7 @@ def pytest_configure(config):
     stacks = open(RECORDS / f"stacks-{RANK}.txt", "w")  # noqa: SIM115 - open until the end
     config.stacks = stacks
     # The gate asks with the first; torchrun ends the peers of a failed rank with the second.
+    faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=stacks, all_threads=True, chain=True)
     config.option.xmlpath = str(RECORDS / f"junit-{RANK}.xml")
@@ -175,17 +178,46 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_logstart(nodeid):
+    noted.clear()
     (RECORDS / f"current-{RANK}").write_text(nodeid)
 
 
 def pytest_runtest_logreport(report):
     if report.failed:
         failed.add(report.nodeid)
+    if not report.passed and "verdict" not in noted:
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = (crash.message if crash else report.longreprtext).strip().splitlines()
+        noted["verdict"] = f"{outcome}: {message[0]}" if message else outcome
+        noted["detail"] = report.longreprtext
+
+
+def pytest_runtest_logfinish(nodeid):
+    """Note each test at once: who crashes later does not get to write a JUnit file."""
+    line = json.dumps({"nodeid": nodeid, "verdict": "passed", **noted})
+    with open(RECORDS / f"results-{RANK}.jsonl", "a") as file:
+        file.write(f"{line}\n")
+    (RECORDS / f"current-{RANK}").write_text("")
+
+
+def place_of(item, excinfo):
+    """Where in the suite a test failed: the last line of it that was running."""
+    folder = item.config.rootpath
+    found = f"{item.location[0]}:{(item.location[1] or 0) + 1}"
+    for entry in excinfo.traceback:
+        path = Path(str(entry.path))
+        if path.is_relative_to(folder):
+            found = f"{path.relative_to(folder)}:{entry.lineno + 1}"
+    return f"tests/regression/{found}"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item):
+def pytest_runtest_makereport(item, call):
     report = yield
+    if report.failed and call.excinfo and "place" not in noted:
+        noted["place"] = place_of(item, call.excinfo)
+        item.user_properties.append(("place", noted["place"]))
     if hasattr(report, "wasxfail"):
         # JUnit shows a test that passed against expectation like any other.
         item.user_properties.append(("wasxfail", report.wasxfail or "no reason given"))

@@ -12,6 +12,7 @@ from gate import regressions as module
 from gate import runner as runner_module
 from gate.environment import Environment
 from gate.errors import IdentityMismatch, RegressionFailed
+from gate.judge import Judgement
 from gate.machine import PROFILES, Machine
 from gate.regressions import Run, Subject, collect, plan, prepare
 from gate.report import Failure
@@ -28,6 +29,17 @@ HEAD = "import os, sys, pytest, mini\n"
 def judge(
     subject: Subject, suite: Path, run: Run = SINGLE, timeout: float = 240.0
 ) -> tuple[list[str], list[Failure]]:
+    judgement = judgement_of(subject, suite, run, timeout)
+    return judgement.passed, judgement.failures
+
+
+def judgement_of(
+    subject: Subject,
+    suite: Path,
+    run: Run = SINGLE,
+    timeout: float = 240.0,
+    exit_first: bool = False,
+) -> Judgement:
     records = subject.environment.root / "records"
     copy = prepare(subject, suite)
     inventory = collect(subject, copy, records / "collect", Runner())
@@ -40,6 +52,7 @@ def judge(
         runner=Runner(),
         profile=PROFILES["cpu"],
         timeout=timeout,
+        exit_first=exit_first,
     )
 
 
@@ -79,11 +92,11 @@ def test_a_green_suite_passes(subject: Subject, make_suite: MakeSuite) -> None:
             "@pytest.fixture\ndef late():\n    yield\n    raise OSError\ndef test_it(late): pass",
             "test_it: error",
         ),
-        ("def test_it(): os._exit(0)", "test_it: was running when it ended"),
-        ("def test_it(): os._exit(0)", "ended early: it left no completion record"),
-        ("def test_it(): pytest.exit('enough', returncode=0)", "test_it: did not run"),
-        ("def test_it(): os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
-        ("import atexit\ndef test_it(): atexit.register(os._exit, 7)", "exit status 7"),
+        ("def test_it(): os._exit(0)", "test_it: ended early: it left no completion record"),
+        ("def test_it(): os._exit(3)", "test_it: exit status 3"),
+        ("def test_it(): pytest.exit('enough', returncode=0)", "test_it: ended the tests, with 0"),
+        ("def test_it(): os.kill(os.getpid(), 11)", "test_it: killed by SIGSEGV"),
+        ("import atexit\ndef test_it(): atexit.register(os._exit, 7)", "did not reach its end"),
         (
             "import subprocess\ndef test_it():\n    subprocess.Popen(['sleep', '600'])",
             "left 1 process(es) running: sleep 600",
@@ -98,10 +111,98 @@ def test_a_green_suite_passes(subject: Subject, make_suite: MakeSuite) -> None:
 def test_anything_but_passed_is_a_failure(
     code: str, words: str, subject: Subject, make_suite: MakeSuite
 ) -> None:
-    passed, failures = judge(subject, make_suite(single__test_it=HEAD + code + "\n"))
-    assert passed == []
+    _, failures = judge(subject, make_suite(single__test_it=HEAD + code + "\n"))
     lines = [f"{failure.where}: {failure.reason}" for failure in failures]
     assert any(words in line for line in lines), lines
+    assert len(lines) == 1 or "imported from" in words, lines
+
+
+def test_one_failing_test_is_one_failure_and_the_others_passed(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = (
+        HEAD
+        + "def helper():\n    assert mini.answer == 43, 'words'\n"
+        + "def test_good(): pass\ndef test_bad():\n    helper()\ndef test_later(): pass\n"
+    )
+    came = judgement_of(subject, make_suite(single__test_it=code))
+    (failure,) = came.failures
+    assert failure.where == failure.test == "single/test_it.py::test_bad"
+    assert failure.reason == "failed: AssertionError: words"
+    assert failure.place == "tests/regression/single/test_it.py:3"
+    assert failure.files == ("single/junit-0.xml", "single/output.log")
+    assert failure.told()[:2] == [failure.reason, "  assert 42 == 43"]
+    assert came.passed == [
+        "single: single/test_it.py::test_good",
+        "single: single/test_it.py::test_later",
+        "single: single/test_one.py::test_answer",
+    ]
+    assert came.missed == []
+
+
+def test_a_test_that_is_called_off_is_missed_by_its_name(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + "def test_it(request): del request.session.items[2]\ndef test_b(): pass\n"
+    came = judgement_of(subject, make_suite(single__test_it=code))
+    told = [(failure.where, failure.reason) for failure in came.failures]
+    assert told == [("single/test_one.py::test_answer", "did not run")]
+    assert came.passed == [f"single: single/test_it.py::test_{name}" for name in ("it", "b")]
+
+
+def test_the_first_failing_test_ends_its_process_if_asked_to(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    suite = make_suite(single__test_it="def test_a(): assert 0\ndef test_b(): assert 0\n")
+    came = judgement_of(subject, suite, exit_first=True)
+    assert [failure.test for failure in came.failures] == ["single/test_it.py::test_a"]
+    assert came.missed == [
+        "single: single/test_it.py::test_b",
+        "single: single/test_one.py::test_answer",
+    ]
+
+
+def test_a_crash_names_its_test_and_tells_what_passed_before_and_did_not_run_after(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = (
+        HEAD
+        + "import ctypes\ndef helper(): ctypes.string_at(0)\n"
+        + "def test_before(): pass\ndef test_crash(): helper()\ndef test_after(): pass\n"
+    )
+    came = judgement_of(subject, make_suite(single__test_it=code))
+    (failure,) = came.failures
+    assert failure.where == "single/test_it.py::test_crash"
+    assert failure.reason == "killed by SIGSEGV"
+    assert 'single/test_it.py", line 3 in helper' in failure.detail
+    assert str(subject.environment.root) not in failure.detail
+    assert came.passed == ["single: single/test_it.py::test_before"]
+    assert came.missed == [
+        "single: single/test_it.py::test_after",
+        "single: single/test_one.py::test_answer",
+    ]
+
+
+def test_a_killed_rank_is_named_with_its_test_and_where_its_peer_was(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = (
+        HEAD
+        + "import threading\n"
+        + "def wait_for_peer(): threading.Event().wait()\n"
+        + "def test_before(): pass\n"
+        + "def test_it():\n"
+        + "    if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        + "    wait_for_peer()\n"
+    )
+    came = judgement_of(subject, make_suite(ranks__test_it=code), RANKS)
+    (failure,) = came.failures
+    assert failure.where == "ranks-2: ranks/test_it.py::test_it"
+    assert failure.reason == "rank 1 was killed by SIGKILL"
+    assert "stacks of rank 0" in failure.detail
+    assert "in wait_for_peer" in failure.detail
+    assert came.passed == ["ranks-2: ranks/test_it.py::test_before"]
+    assert came.missed == ["ranks-2: ranks/test_rank.py::test_answer"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +256,7 @@ def test_a_hang_is_ended_and_shows_its_stack(
     assert "test_it.py" in hung.detail
     assert "in wait" in hung.detail
     assert "in _multicall" not in hung.detail
-    assert any("test_hang: was running" in f"{each.where}: {each.reason}" for each in failures)
+    assert [failure.where for failure in failures] == ["single/test_it.py::test_hang"]
 
 
 def test_ranks_run_under_torchrun(subject: Subject, make_suite: MakeSuite) -> None:
@@ -175,10 +276,8 @@ def test_a_rank_that_leaves_early_with_success_is_a_failure(
     code = HEAD + "def test_it():\n    if os.environ['RANK'] == '1': os._exit(0)\n"
     _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
     lines = [f"{failure.where}: {failure.reason}" for failure in failures]
-    assert (
-        "tests/regression/ranks/test_it.py::test_it on rank 1: was running when it ended" in lines
-    )
-    assert "ranks-2 on rank 1: ended early: it left no completion record" in lines
+    how = "rank 1 ended early: it left no completion record"
+    assert lines == [f"ranks-2: ranks/test_it.py::test_it: {how}"]
 
 
 def test_hanging_ranks_show_the_stack_of_each(
@@ -191,8 +290,12 @@ def test_hanging_ranks_show_the_stack_of_each(
         + f"def wait_for_peer():\n    {NOTE}\n    threading.Event().wait()\n"
         + "def test_it(): wait_for_peer()\n"
     )
-    _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS, timeout=600)
-    detail = next(failure.detail for failure in failures if "hung" in failure.reason)
+    ((where, reason, detail),) = [
+        (failure.where, failure.reason, failure.detail)
+        for failure in judge(subject, make_suite(ranks__test_it=code), RANKS, timeout=600)[1]
+    ]
+    assert where == "ranks-2: ranks/test_it.py::test_it"
+    assert reason == "hung: killed after 600 s"
     assert detail.count("in wait_for_peer") == 2
     assert "stacks of rank 1" in detail
 
@@ -209,8 +312,11 @@ def test_a_failing_rank_shows_where_its_peers_were(
         + "    assert mini.answer == 43\n"
     )
     _, failures = judge(subject, make_suite(ranks__test_it=code), RANKS)
-    assert any("test_it on rank 1" in failure.where for failure in failures)
-    assert any("in wait_for_peer" in failure.detail for failure in failures)
+    (failure,) = failures
+    assert failure.where == "ranks-2: ranks/test_it.py::test_it"
+    assert failure.reason == "failed: assert 42 == 43 on rank 1"
+    assert "stacks of rank 0" in failure.detail
+    assert "in wait_for_peer" in failure.detail
 
 
 PATCHES = {
@@ -318,8 +424,7 @@ def test_broken_records_are_failures(
         "atexit.register(tamper)\n"
         "def test_it(): pass\n"
     )
-    passed, failures = judge(subject, make_suite(single__test_it=code))
-    assert passed == []
+    _, failures = judge(subject, make_suite(single__test_it=code))
     assert failures
 
 
@@ -359,16 +464,19 @@ def test_every_test_is_in_exactly_one_share(processes: int) -> None:
     assert len({part.name for part in parts}) == len(parts)
     assert {part.label for part in single} == {"single"}
     assert max(len(part.expected(INVENTORY)) for part in single) == (8 if processes == 1 else 5)
-    assert [part.world for part in parts if part.folder == "ranks"] == [2, 3]
+    assert [part.world for part in parts if part.folder == "ranks"] == [3, 2]
+    quick = plan(PROFILES["cpu"], machine, INVENTORY, processes, quick_first=True)
+    assert quick == parts[::-1]
+    assert (parts[0].folder, quick[0].folder) == ("ranks", "single")
 
 
 def test_processes_on_gpus_are_no_more_than_gpus() -> None:
     machine = Machine(facts={"gpus": [{"arch": "sm_90"}] * 2})
     parts = plan(PROFILES["multi-gpu"], machine, INVENTORY, 16)
     assert [(part.name, part.need(PROFILES["multi-gpu"]).gpus) for part in parts] == [
+        ("ranks-2", 2),
         ("single.1", 1),
         ("single.2", 1),
-        ("ranks-2", 2),
     ]
 
 
@@ -376,7 +484,7 @@ def test_a_start_sees_only_the_gpus_it_was_given(subject: Subject, make_suite: M
     code = HEAD + "def test_it(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '3,GPU-1'\n"
     suite = prepare(subject, make_suite(single__test_it=code))
     inventory = ["single/test_it.py::test_it"]
-    passed, failures = module.run(
+    judgement = module.run(
         subject,
         suite,
         Run(folder="single", world=1, files=("single/test_it.py",), share=2),
@@ -387,5 +495,4 @@ def test_a_start_sees_only_the_gpus_it_was_given(subject: Subject, make_suite: M
         timeout=240,
         gpus=("3", "GPU-1"),
     )
-    assert failures == []
-    assert passed == ["single: single/test_it.py::test_it"]
+    assert judgement == Judgement(passed=["single: single/test_it.py::test_it"])
