@@ -142,7 +142,7 @@ def judge(start: Start, expected: Sequence[str], outcome: Outcome) -> Judgement:
         failures.append(end)
     if not expected:
         failures.append(Failure(where=start.label, reason="no tests were collected for it"))
-    told = {f"{start.label}: {failure.test}" for failure in failures}
+    told = {f"{start.label}: {node}" for failure in failures for node in failure.tests}
     missed = [each for each in missed if each not in told]
     return Judgement(passed=passed, failures=failures, missed=missed)
 
@@ -158,7 +158,7 @@ def _stopped(start: Start, ranks: Sequence[Rank], failed: bool) -> bool:
 
 def _left_out(start: Start, node: str) -> Failure:
     files = start.files()
-    return Failure(where=start.name(node), reason="did not run", test=node, files=files)
+    return Failure(where=start.name(node), reason="did not run", tests=(node,), files=files)
 
 
 def _failed_tests(
@@ -184,7 +184,7 @@ def _failed_tests(
                 where=start.name(node),
                 reason=start.tidy(f"{odd}{verdict.verdict}{start.on(list(bad))}"),
                 detail="\n\n".join([start.tidy(verdict.detail), *map(_stacks_of, others)]).strip(),
-                test=node,
+                tests=(node,),
                 place=verdict.place,
                 files=start.files(),
             ),
@@ -265,7 +265,7 @@ def _cut_short(start: Start, cut: Sequence[Rank], outcome: Outcome) -> Failure:
         where=start.name(blamed.running) if blamed.running else start.label,
         reason="; ".join([how, *others]),
         detail="\n\n".join([*(_stacks_of(rank) for rank in cut), *logs]).strip(),
-        test=blamed.running,
+        tests=(blamed.running,) if blamed.running else (),
         files=start.files(),
     )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from gate import audit as auditing
 from gate import page, policy, regressions, signature
 from gate.build import NOTE, build
@@ -335,7 +337,10 @@ def _candidates(
             audit = auditing.audit(wheel, own, source=ROOT if claimed else None)
             package = own.package if own else _only_package(wheel, audit)
             phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
-        candidates.append(Candidate(wheel=wheel, audit=audit, package=package, report=report))
+        foreign = wheel.name != canonicalize_name(str(rules.distribution))
+        candidates.append(
+            Candidate(wheel=wheel, audit=audit, package=package, report=report, foreign=foreign)
+        )
     return candidates
 
 

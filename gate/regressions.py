@@ -8,29 +8,26 @@ file, with a record that the process reached its end. Anything else is a failure
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import os
-import shlex
 import shutil
 import signal
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gate import judge as judging
 from gate import records
 from gate.environment import Environment
-from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed, UsageFailure
+from gate.errors import EnvironmentFailed, IdentityMismatch, RegressionFailed
 from gate.harness.supervise import descendants
 from gate.judge import Judgement, Start
-from gate.machine import Machine, Profile
-from gate.parallel import Need
+from gate.machine import Profile
+from gate.parts import Run
 from gate.report import Failure
 from gate.runner import Outcome, Runner
 from gate.wheels import sha256_of
@@ -39,14 +36,7 @@ CHECKOUT = Path(__file__).parent.parent
 SUITE = CHECKOUT / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
-# Host memory of a test process, measured at 0.6 GiB on the CPU; CUDA maps more.
-CPU_PROCESS_BYTES = 2**30
-GPU_PROCESS_BYTES = 4 * 2**30
 TAMPERS = "code of the package changes the tests or their results"
-# Of tests in one process; those in "worlds" fork ranks of their own, and take longest.
-FOLDERS = ("worlds", "own", "single")
-# A suite without any of these is none.
-REQUIRED = ("ranks", "single")
 CANARY = '''\
 import {package}
 
@@ -85,121 +75,18 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One start of tests in ``folder``: ``world`` ranks, or a single process for 1.
+class Inventory:
+    """The tests of a suite.
 
     Attributes:
-        files: the test files to run, relative to the suite; all those in ``folder`` if empty.
-        nodes: the ids of the tests to run; all those in the files if empty.
-        share: which of several starts that share the folder's files; 0 for the only one.
+        tests: their ids. Of a file that cannot be collected, those of its functions.
+        own: those about what only this checkout's package has.
+        broken: files that cannot be collected, and why.
     """
 
-    folder: str
-    world: int
-    files: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-    share: int = 0
-
-    @property
-    def label(self) -> str:
-        """What the tests passed under: the same, however many starts shared them."""
-        return self.folder if self.world == 1 else f"{self.folder}-{self.world}"
-
-    @property
-    def name(self) -> str:
-        """The name of the start's evidence folder."""
-        return f"{self.label}.{self.share}" if self.share else self.label
-
-    def need(self, profile: Profile) -> Need:
-        """Return what it takes while it runs: a core and, where ranks use them, a GPU each."""
-        gpus = self.world if profile.min_gpus else 0
-        memory = self.world * (GPU_PROCESS_BYTES if profile.min_gpus else CPU_PROCESS_BYTES)
-        return Need(cores=self.world, gpus=gpus, memory=memory)
-
-    def expected(self, inventory: Sequence[str]) -> list[str]:
-        """Return the ids, out of ``inventory``, that must come back as passed."""
-        return [
-            node
-            for node in inventory
-            if node.startswith(self.folder + "/")
-            and (not self.files or node.partition("::")[0] in self.files)
-            and (not self.nodes or node in self.nodes)
-        ]
-
-    def ids(self, inventory: Sequence[str]) -> list[str]:
-        """Return what those expected are called in reports and statements."""
-        return [f"{self.label}: {node}" for node in self.expected(inventory)]
-
-
-def plan(
-    profile: Profile,
-    machine: Machine,
-    inventory: Sequence[str],
-    processes: int,
-    *,
-    quick_first: bool = False,
-) -> list[Run]:
-    """Return what ``profile`` runs on this machine, in the order to start it.
-
-    That is slow parts first, so that nothing runs alone at the end.
-
-    Args:
-        processes: how many processes may share the tests that need only one.
-        quick_first: rather start with what tells of a failure soon.
-    """
-    if profile.min_gpus:
-        processes = min(processes, len(machine.gpus))
-    ranks = [Run(folder="ranks", world=world) for world in reversed(machine.worlds(profile))]
-    alone = [run for folder in FOLDERS for run in _shared(folder, inventory, processes)]
-    parts = [run for run in [*ranks, *alone] if run.expected(inventory) or run.folder in REQUIRED]
-    return parts[::-1] if quick_first else parts
-
-
-def only(parts: Sequence[Run], names: Sequence[str], inventory: Sequence[str]) -> list[Run]:
-    """Return what runs just the tests that ``names`` name.
-
-    Args:
-        names: ids of tests, with or without their parameters, or files or folders of the suite;
-            ``ranks-2: `` before one means the ranks of that start only.
-
-    Raises:
-        UsageFailure: one names no test that these parts run.
-    """
-    chosen = []
-    for part in parts:
-        nodes = part.expected(inventory)
-        kept = [node for node in nodes if any(_names(name, part, node) for name in names)]
-        chosen += [replace(part, nodes=tuple(kept))] if kept else []
-    for name in names:
-        if not any(_names(name, part, node) for part in chosen for node in part.nodes):
-            known = {node for part in parts for node in part.expected(inventory)}
-            close = difflib.get_close_matches(name, known, 1)
-            raise UsageFailure(
-                f"--only {name}: this profile of the suite has no such test.",
-                next_step=f"try --only {shlex.quote(close[0])}" if close else "",
-            )
-    return chosen
-
-
-def _names(name: str, part: Run, node: str) -> bool:
-    name = name.removeprefix(f"{part.label}: ").removeprefix("tests/regression/").rstrip("/")
-    return node == name or node.startswith((f"{name}[", f"{name}::", f"{name}/"))
-
-
-def _shared(folder: str, inventory: Sequence[str], processes: int) -> list[Run]:
-    """Starts that share a folder's files, about as many tests for each."""
-    nodes = Run(folder=folder, world=1).expected(inventory)
-    counts = Counter(node.partition("::")[0] for node in nodes)
-    count = min(processes, len(counts))
-    if count < 2:
-        return [Run(folder=folder, world=1)]
-    shares: list[list[str]] = [[] for _ in range(count)]
-    for file, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        min(shares, key=lambda share: sum(counts[each] for each in share)).append(file)
-    return [
-        Run(folder=folder, world=1, files=tuple(sorted(files)), share=number)
-        for number, files in enumerate(shares, 1)
-    ]
+    tests: Sequence[str]
+    own: Set[str] = frozenset()
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(subject: Subject, suite: Path) -> Path:
@@ -212,8 +99,8 @@ def prepare(subject: Subject, suite: Path) -> Path:
 
 def collect(
     subject: Subject, suite: Path, folder: Path, runner: Runner, timeout: float = COLLECT_TIMEOUT
-) -> list[str]:
-    """Return every test id of the suite; prove that the package under test is the wheel's.
+) -> Inventory:
+    """Return every test of the suite; prove that the package under test is the wheel's.
 
     Runs the canary alone: a test that must come back as failed.
 
@@ -243,10 +130,18 @@ def collect(
         raise IdentityMismatch(problem, cause=TAMPERS)
     if changed:
         raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)
-    collected = {str(node).partition("[")[0] for node in inventory}
-    if missing := sorted(set(_declared(suite)) - collected):
-        raise RegressionFailed(f"{missing[0]} exists but was not collected.")
-    return [str(node) for node in inventory]
+    found = records.read_json(folder / "collected-0.json", dict) or {}
+    broken = {str(file): str(why) for file, why in found.get("broken", {}).items()}
+    tests, own = list(map(str, inventory)), set(map(str, found.get("own", ())))
+    collected = {node.partition("[")[0] for node in tests}
+    for node, is_own in _declared(suite):
+        if node in collected:
+            continue
+        if node.partition("::")[0] not in broken:
+            raise RegressionFailed(f"{node} exists but was not collected.")
+        tests.append(node)
+        own |= {node} if is_own else set()
+    return Inventory(tests=tests, own=own, broken=broken)
 
 
 @contextmanager
@@ -273,7 +168,7 @@ def run(
     subject: Subject,
     suite: Path,
     plan: Run,
-    inventory: Sequence[str],
+    inventory: Inventory,
     *,
     folder: Path,
     runner: Runner,
@@ -289,7 +184,11 @@ def run(
             longer agree on what comes next.
         gpus: entries of CUDA_VISIBLE_DEVICES to run on, if not on all.
     """
-    expected = plan.expected(inventory)
+    planned = plan.expected(inventory.tests)
+    broken = list(_broken(plan, planned, inventory.broken, _names_of(subject, suite)))
+    expected = [node for node in planned if not _is_in(node, inventory.broken)]
+    if broken and (exit_first or not expected):
+        return Judgement(failures=broken, missed=plan.ids(expected))
     variables = {
         "GEFEN_TEST_DEVICE": profile.device,
         # Each process has a core; more threads would only get into the way of others.
@@ -297,7 +196,8 @@ def run(
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
     exit_first = exit_first or plan.world > 1
-    words = list(plan.nodes or plan.files or [plan.folder])
+    files = sorted({node.partition("::")[0] for node in expected})
+    words = (expected if plan.nodes else files) or [plan.folder]
     # Starts side by side must not see what others do to their tests.
     own = suite.with_name(f"suite-{plan.name}")
     shutil.copytree(suite, own)
@@ -309,28 +209,52 @@ def run(
             exit_first=exit_first,
         )
         changed = _changes(before, subject.fingerprint(own))
+    names = _names_of(subject, own)
     start = Start(
         label=plan.label,
         world=plan.world,
         folder=folder,
         canary=_node(canary),
         exit_first=exit_first,
-        names=(
-            (f"{own}/", "tests/regression/"),
-            (f"{subject.environment.site}/", ""),
-            (f"{subject.environment.root}/", ""),
-        ),
+        names=names,
     )
     judgement = judging.judge(start, expected, outcome)
+    judgement = replace(judgement, failures=[*broken, *judgement.failures])
     if not changed:
         return judgement
-    # Whoever changes files may have changed what the tests say.
     changes = [
         Failure(where=plan.label, reason=f"{name} was changed while the tests ran")
         for name in changed
     ]
-    missed = [*judgement.passed, *judgement.missed]
-    return Judgement(failures=[*changes, *judgement.failures], missed=missed)
+    failures = [*changes, *judgement.failures]
+    # Whoever changes more than files of its own may have changed what the tests say.
+    if all(name.startswith(f"site-packages/{subject.package}/") for name in changed):
+        return replace(judgement, failures=failures)
+    return Judgement(failures=failures, missed=[*judgement.passed, *judgement.missed])
+
+
+def _names_of(subject: Subject, suite: Path) -> tuple[tuple[str, str], ...]:
+    """What paths that are gone after the run are called for a person."""
+    folders = {suite: "tests/regression/", subject.environment.site: "", suite.parent: ""}
+    return tuple((f"{path}/", name) for path, name in folders.items())
+
+
+def _is_in(node: str, files: Container[str]) -> bool:
+    return node.partition("::")[0] in files
+
+
+def _broken(
+    plan: Run, planned: Sequence[str], files: Mapping[str, str], names: Sequence[tuple[str, str]]
+) -> Iterator[Failure]:
+    """A failure for each file of tests that cannot be collected."""
+    for file, why in files.items():
+        if tests := tuple(node for node in planned if _is_in(node, {file})):
+            for path, called in names:
+                why = why.replace(path, called)
+            said = [line[1:].strip() for line in why.splitlines() if line.startswith("E ")]
+            reason = f"cannot be collected: {said[-1] if said else why.strip()[-200:]}"
+            name = f"{plan.label}: {file}" if plan.world > 1 else file
+            yield Failure(where=name, reason=reason, detail=why, tests=tests)
 
 
 def _pytest(
@@ -350,20 +274,14 @@ def _pytest(
     python = environment.python
     command: list[str | Path] = [
         *(python, "-IBm", "pytest", "-c", suite.parent / "pytest.ini", "--rootdir", suite),
-        *(
-            "--confcutdir",
-            suite,
-            "-p",
-            "no:faulthandler",
-            "-p",
-            "gate_harness",
-            "--basetemp",
-            folder / "tmp",
-        ),
+        *("--confcutdir", suite, "-p", "no:faulthandler", "-p", "gate_harness"),
+        *("--basetemp", folder / "tmp"),
         *(folders or ["."]),
         # The last of all, so that what tests leave behind would show.
         *([f"{canary}.py"] if folders else []),
         *(["--exitfirst"] if exit_first else []),
+        # Collecting goes on to the canary; a start gets no file that cannot be collected.
+        *([] if folders else ["--continue-on-collection-errors"]),
     ]
     if world > 1:
         command = [*_torchrun(python, world, folder), *command]
@@ -401,13 +319,20 @@ def _torchrun(python: Path, world: int, folder: Path) -> list[str | Path]:
     ]
 
 
-def _declared(suite: Path) -> Iterator[str]:
-    """Node ids, without parameters, of every test function in the source files."""
+def _declared(suite: Path) -> Iterator[tuple[str, bool]]:
+    """(Node id without parameters, whether it is own) of every test function in the source."""
     for path in sorted(suite.rglob("test_*.py")):
         name = path.relative_to(suite).as_posix()
-        for node in ast.parse(path.read_text()).body:
+        body = ast.parse(path.read_text()).body
+        marks = [ast.unparse(node) for node in body if isinstance(node, ast.Assign)]
+        all_own = name.startswith("own/") or any(
+            mark.startswith("pytestmark") and "mark.own" in mark for mark in marks
+        )
+        for node in body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                yield f"{name}::{node.name}"
+                decorators = map(ast.unparse, node.decorator_list)
+                is_own = all_own or any(each.endswith("mark.own") for each in decorators)
+                yield f"{name}::{node.name}", is_own
 
 
 def _demand_proof(package: str, finished: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Failure:
         where: the test, or what else failed.
         reason: one line.
         detail: its traceback, stack or log.
-        test: the test's id in the suite; "" where it is none of a test.
+        tests: the ids, in the suite, of those that failed for it; none where no test did.
         place: file and line of the suite where the test failed, or "".
         again: the command that repeats it, or "".
         files: logs and JUnit files, below the run's folder.
@@ -62,7 +62,7 @@ class Failure:
     where: str
     reason: str
     detail: str = ""
-    test: str = ""
+    tests: tuple[str, ...] = ()
     place: str = ""
     again: str = ""
     files: tuple[str, ...] = ()
@@ -84,6 +84,7 @@ class Report:
     """What happened to one wheel.
 
     ``tests`` is how many should have passed; ``missed_tests`` have no result that counts.
+    ``own_tests`` are about what only this checkout's package has, which others need not keep.
     ``only``: names of tests that alone were asked for, which is no gate.
     """
 
@@ -95,6 +96,8 @@ class Report:
     phases: list[Phase] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
     tests: int = 0
+    own_tests: list[str] = field(default_factory=list)
+    foreign: bool = False
     passed_tests: list[str] = field(default_factory=list)
     missed_tests: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -123,26 +126,37 @@ class Report:
             return f"passed {count}: those that --only names, which is no evidence"
         if not self.failures:
             return f"passed profile {self.profile}: {len(self.passed_tests)} tests"
-        failed = self.failed_tests()
-        counts = [f"{len(failed)} of {self.tests} tests failed"] if failed else ["no test failed"]
-        if faults := len(self.failures) - len(failed):
+        failed = self._failed()
+        counts = [f"{failed} of {self.tests} tests failed"] if failed else ["no test failed"]
+        if faults := sum(not failure.tests for failure in self.failures):
             counts.append(f"{faults} other {'failure' if faults == 1 else 'failures'}")
         counts.append(f"{len(self.passed_tests)} passed")
         if self.missed_tests:
             counts.append(f"{len(self.missed_tests)} without a result")
+        if self.foreign and self.own_tests:
+            counts.append(self.kept())
         named = ", of those that --only names" if self.only else ""
         return f"FAILED profile {self.profile}: {', '.join(counts)}{named}"
 
-    def failed_tests(self) -> list[Failure]:
-        """Return the failures of tests; what else failed is none of a test's."""
-        return [failure for failure in self.failures if failure.test]
+    def _failed(self) -> int:
+        return self.tests - len(self.passed_tests) - len(self.missed_tests)
+
+    def kept(self) -> str:
+        """Return how much of the public interface, and of what is ours alone, was kept."""
+        own, passed = set(self.own_tests), set(self.passed_tests)
+        public = self.tests - len(own)
+        return (
+            f"public interface: {len(passed - own)} of {public} kept; "
+            f"own: {len(passed & own)} of {len(own)}"
+        )
 
     def told(self) -> Iterator[str]:
         """What failed, in lines: by its name, then its assertion, its place, how to repeat it."""
-        count = f"FAILED {len(self.failed_tests())} of {self.tests}"
+        failed = self._failed()
+        count = f"FAILED {failed} of {self.tests}" if failed else "FAILED"
         if len(self.failures) == 1:
             (failure,) = self.failures
-            yield f"{count if failure.test else 'FAILED'}: {failure.where}"
+            yield f"{count}: {failure.where}"
             yield from (f"  {line}" for line in failure.told())
             return
         yield f"{count}:"

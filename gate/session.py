@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gate import audit as auditing
 from gate import environment as environments
-from gate import evidence, records, regressions
+from gate import evidence, parts, records, regressions
 from gate.environment import Environment
 from gate.errors import EnvironmentFailed, GateError, Interrupted, RegressionFailed
 from gate.harness.supervise import rights_to_confine
@@ -25,7 +25,8 @@ from gate.judge import Judgement
 from gate.layer import Layers
 from gate.machine import Machine, Profile, choose, examine
 from gate.parallel import Capacity, Need, side_by_side
-from gate.regressions import Run, Subject
+from gate.parts import Run
+from gate.regressions import Inventory, Subject
 from gate.report import Failure, Lane, Phase, Report
 from gate.repository import Repository
 from gate.runner import Runner, in_background
@@ -34,7 +35,7 @@ from gate.targets import Target
 from gate.wheels import Wheel
 
 # Making an environment and importing torch in it keeps one core busy.
-PREPARING = Need(cores=1, memory=regressions.CPU_PROCESS_BYTES)
+PREPARING = Need(cores=1, memory=parts.CPU_PROCESS_BYTES)
 
 
 class _Enough(Exception):
@@ -43,12 +44,16 @@ class _Enough(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A wheel that the audit accepted; ``report`` is what its phases so far came to."""
+    """A wheel that the audit accepted; ``report`` is what its phases so far came to.
+
+    It is foreign unless it is of the project that this checkout releases.
+    """
 
     wheel: Wheel
     audit: auditing.Audit
     package: str
     report: Report
+    foreign: bool = False
 
     def report_in(self, target: Target) -> Report:
         """Return a report of its own for one environment."""
@@ -57,6 +62,7 @@ class Candidate:
             sha256=self.wheel.sha256,
             environment=target.identity,
             profile=self.report.profile,
+            foreign=self.foreign,
             phases=[replace(phase) for phase in self.report.phases],
             embedded_archs=sorted(self.audit.archs),
         )
@@ -132,12 +138,17 @@ class Session:
         self.report.executed_archs = sorted(machine.executed_archs(profile))
         if not settings.only:
             self._revoke(profile.name)
-        parts = self._parts(profile, machine, inventory)
-        phases = [Phase(name="regressions") for _ in parts]
+        runs = self._parts(profile, machine, inventory)
+        phases = [Phase(name="regressions") for _ in runs]
         self.report.phases += phases
         regress = partial(self._regress, subject, suite, inventory, profile, machine)
-        tasks = [partial(regress, part, phase) for part, phase in zip(parts, phases, strict=True)]
-        unended = [Judgement(missed=part.ids(inventory)) for part in parts]
+        tasks = [partial(regress, part, phase) for part, phase in zip(runs, phases, strict=True)]
+        unended = [Judgement(missed=part.ids(inventory.tests)) for part in runs]
+        self.report.own_tests = [
+            name
+            for part in runs
+            for name in part.ids([node for node in inventory.tests if node in inventory.own])
+        ]
         self.report.tests = sum(len(each.missed) for each in unended)
         for judgement in self._judgements(tasks, runner, unended):
             self.report.passed_tests += judgement.passed
@@ -150,17 +161,17 @@ class Session:
         """A failure, with what only the run knows of it."""
         again = self._settings.again(self.candidate, self.target, self.report.profile)
         files = tuple(f"records/{name}" for name in failure.files)
-        only = f" --only {shlex.quote(failure.where)}" if failure.test else ""
+        only = f" --only {shlex.quote(failure.where)}" if failure.tests else ""
         return replace(failure, files=files, again=f"{again}{only}")
 
-    def _parts(self, profile: Profile, machine: Machine, inventory: Sequence[str]) -> list[Run]:
+    def _parts(self, profile: Profile, machine: Machine, inventory: Inventory) -> list[Run]:
         settings = self._settings
         if settings.only:
-            parts = regressions.plan(profile, machine, inventory, 1)
-            return regressions.only(parts, settings.only, inventory)
+            all_runs = parts.plan(profile, machine, inventory.tests, 1)
+            return parts.only(all_runs, settings.only, inventory.tests)
         quick_first = settings.fail_fast
-        return regressions.plan(
-            profile, machine, inventory, settings.processes, quick_first=quick_first
+        return parts.plan(
+            profile, machine, inventory.tests, settings.processes, quick_first=quick_first
         )
 
     def _judgements(
@@ -181,7 +192,7 @@ class Session:
             side_by_side(tasks, runner, on_done=note)
         return list(ended.values())
 
-    def _prepare(self, runner: Runner) -> tuple[Subject, Path, Sequence[str], Machine, Profile]:
+    def _prepare(self, runner: Runner) -> tuple[Subject, Path, Inventory, Machine, Profile]:
         with self._phase("environment") as phase:
             self._environment = environment = self._stack.enter_context(
                 environments.clean_environment(
@@ -208,7 +219,9 @@ class Session:
                 inventory = regressions.collect(
                     subject, suite, folder, runner, self._settings.timeout
                 )
-                count = f"{len(inventory)} tests collected"
+                count = f"{len(inventory.tests)} tests collected"
+                if inventory.broken:
+                    count += f", {len(inventory.broken)} files cannot be"
                 phase.detail = f"the wheel's own files are imported; {count}"
             with self._phase("machine") as phase:
                 machine = probe()
@@ -220,7 +233,7 @@ class Session:
         self,
         subject: Subject,
         suite: Path,
-        inventory: Sequence[str],
+        inventory: Inventory,
         profile: Profile,
         machine: Machine,
         part: Run,
@@ -230,7 +243,7 @@ class Session:
         timeout = self._settings.timeout
         tokens = machine.tokens(os.environ.get("CUDA_VISIBLE_DEVICES"))
         ranks = f" on each of {part.world} ranks" if part.world > 1 else ""
-        count = len(part.expected(inventory))
+        count = len(part.expected(inventory.tests))
         note = f"{part.name}: {count} tests{ranks}, at most {timeout:g} s"
         need = part.need(profile)
         with (

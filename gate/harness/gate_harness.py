@@ -38,6 +38,8 @@ EXIT_SECONDS = 45
 
 opened = set()
 failed = set()
+# Of files that cannot be collected: why.
+broken = {}
 # Of the test that is running: what speaks against it, and where.
 noted = {}
 
@@ -168,12 +170,20 @@ def pytest_collection(session):
     session.config.imported = import_package(session.config)
 
 
+def pytest_collectreport(report):
+    if report.failed:
+        broken[report.nodeid] = report.longreprtext
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         item.user_properties.append(("nodeid", item.nodeid))
     if ONLY_COLLECT:
-        record("inventory", [item.nodeid for item in items if item.path.stem != CANARY])
+        tests = [item for item in items if item.path.stem != CANARY]
+        own = [item.nodeid for item in tests if item.get_closest_marker("own")]
+        record("inventory", [item.nodeid for item in tests])
+        record("collected", {"own": own, "broken": broken})
         items[:] = [item for item in items if item.path.stem == CANARY]
 
 

@@ -14,7 +14,8 @@ from gate.environment import Environment
 from gate.errors import IdentityMismatch, RegressionFailed
 from gate.judge import Judgement
 from gate.machine import PROFILES, Machine
-from gate.regressions import Run, Subject, collect, plan, prepare
+from gate.parts import Run, plan
+from gate.regressions import Inventory, Subject, collect, prepare
 from gate.report import Failure
 from gate.runner import Runner
 from tests.gate.conftest import MakeSuite, installed
@@ -127,7 +128,7 @@ def test_one_failing_test_is_one_failure_and_the_others_passed(
     )
     came = judgement_of(subject, make_suite(single__test_it=code))
     (failure,) = came.failures
-    assert failure.where == failure.test == "single/test_it.py::test_bad"
+    assert failure.where == failure.tests[0] == "single/test_it.py::test_bad"
     assert failure.reason == "failed: AssertionError: words"
     assert failure.place == "tests/regression/single/test_it.py:3"
     assert failure.files == ("single/junit-0.xml", "single/output.log")
@@ -155,7 +156,7 @@ def test_the_first_failing_test_ends_its_process_if_asked_to(
 ) -> None:
     suite = make_suite(single__test_it="def test_a(): assert 0\ndef test_b(): assert 0\n")
     came = judgement_of(subject, suite, exit_first=True)
-    assert [failure.test for failure in came.failures] == ["single/test_it.py::test_a"]
+    assert [failure.tests for failure in came.failures] == [("single/test_it.py::test_a",)]
     assert came.missed == [
         "single: single/test_it.py::test_b",
         "single: single/test_one.py::test_answer",
@@ -218,6 +219,45 @@ def test_a_test_that_is_not_collected_is_missed(
 ) -> None:
     with pytest.raises(RegressionFailed, match=r"test_answer exists but was not collected"):
         judge(subject, make_suite(single__conftest=hook))
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure_of_its_tests_and_of_no_others(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = "from mini import absent\n\ndef test_a(): pass\n\ndef test_b(): pass\n"
+    came = judgement_of(subject, make_suite(single__test_it=code))
+    (failure,) = came.failures
+    assert failure.where == "single/test_it.py"
+    assert failure.tests == ("single/test_it.py::test_a", "single/test_it.py::test_b")
+    words = "cannot be collected: ImportError: cannot import name 'absent' from 'mini'"
+    assert failure.reason.startswith(words)
+    assert came.passed == ["single: single/test_one.py::test_answer"]
+    assert came.missed == []
+
+
+@pytest.mark.parametrize("head", ["", "from mini import absent\n"], ids=["imported", "broken"])
+def test_tests_of_what_is_ours_alone_are_known_by_their_marker(
+    head: str, subject: Subject, make_suite: MakeSuite
+) -> None:
+    suite = make_suite(
+        own__test_state=head + "def test_keys(): pass\n",
+        own__conftest="import pytest\n\ndef pytest_collection_modifyitems(items):\n"
+        "    for item in items:\n        if 'own/' in item.nodeid:\n"
+        "            item.add_marker(pytest.mark.own)\n",
+        single__test_marked=f"import pytest\n{head}pytestmark = pytest.mark.own\n"
+        "def test_it(): pass\n",
+        single__test_some=f"import pytest\n{head}@pytest.mark.own\ndef test_own(): pass\n"
+        "def test_public(): pass\n",
+    )
+    inventory = collect(
+        subject, prepare(subject, suite), subject.environment.root / "records", Runner()
+    )
+    assert inventory.own == {
+        "own/test_state.py::test_keys",
+        "single/test_marked.py::test_it",
+        "single/test_some.py::test_own",
+    }
+    assert len(inventory.tests) == 6
 
 
 def test_an_import_error_is_reported_while_collecting(
@@ -388,6 +428,19 @@ def test_files_changed_while_the_tests_run_are_a_failure(
     ]
 
 
+def test_a_file_that_the_package_leaves_beside_its_own_takes_no_result_away(
+    subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + "def test_it(): open(mini.__file__ + '.cache', 'w').close()\n"
+    passed, failures = judge(subject, make_suite(single__test_it=code))
+    name = "site-packages/mini/__init__.py.cache"
+    assert [failure.reason for failure in failures] == [f"{name} was changed while the tests ran"]
+    assert passed == [
+        "single: single/test_it.py::test_it",
+        "single: single/test_one.py::test_answer",
+    ]
+
+
 def test_code_from_elsewhere_is_noticed(subject: Subject, make_suite: MakeSuite) -> None:
     code = HEAD + (
         "import importlib.util as u\n"
@@ -483,7 +536,7 @@ def test_processes_on_gpus_are_no_more_than_gpus() -> None:
 def test_a_start_sees_only_the_gpus_it_was_given(subject: Subject, make_suite: MakeSuite) -> None:
     code = HEAD + "def test_it(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '3,GPU-1'\n"
     suite = prepare(subject, make_suite(single__test_it=code))
-    inventory = ["single/test_it.py::test_it"]
+    inventory = Inventory(tests=["single/test_it.py::test_it"])
     judgement = module.run(
         subject,
         suite,

@@ -7,7 +7,7 @@ import pytest
 
 from gate import report as module
 from gate.errors import GateError
-from gate.report import Display, Phase, Report
+from gate.report import Display, Failure, Phase, Report
 
 
 def report(**phases: tuple[float, float]) -> Report:
@@ -98,3 +98,15 @@ def test_no_phase_takes_less_than_no_time(
     with Display().phase(made, "machine"):
         pass
     assert "  0.0 s" in capsys.readouterr().err
+
+
+def test_a_foreign_wheel_is_told_what_it_keeps_of_the_public_interface() -> None:
+    made = Report(wheel="w.whl", profile="cpu", foreign=True, tests=5)
+    made.passed_tests, made.own_tests = ["a", "o"], ["o", "p"]
+    made.missed_tests = ["b"]
+    made.failures = [Failure(where="x.py", reason="error", tests=("c", "p"))]
+    said = "2 of 5 tests failed, 2 passed, 1 without a result"
+    kept = "public interface: 1 of 3 kept; own: 1 of 2"
+    assert f"FAILED profile cpu: {said}, {kept}; pytest" in made.verdict()
+    made.foreign = False
+    assert "public" not in made.verdict()
