@@ -377,6 +377,20 @@ def _read_folder(evidence: Path) -> _Folder:
     return _Folder(path=evidence, statements=tuple(statements), broken=tuple(broken))
 
 
+def statements_in(evidence: Path) -> tuple[Statement, ...]:
+    """Return the statements of an evidence folder that can be read, whether or not they hold."""
+    return _read_folder(evidence).statements
+
+
+def signature_of(statement: Statement, signers: Callable[[bytes, bytes], tuple[str, ...]]) -> str:
+    """Say who signed a statement, or why its signature does not count."""
+    try:
+        names = _signed_by(statement, _Demands(signed_by=signers))
+    except (BadSignature, EnvironmentFailed) as error:
+        return f"signature not accepted: {error}"
+    return replace(statement, signed_by=names).signature()
+
+
 def _bytes_of(path: Path, limit: int) -> bytes:
     try:
         if not path.is_file() or path.stat().st_size > limit:

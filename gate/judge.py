@@ -57,9 +57,13 @@ class Start:
     exit_first: bool = False
     names: tuple[tuple[str, str], ...] = ()
 
+    def id(self, node: str) -> str:
+        """Return what reports and statements call a test of this start."""
+        return f"{self.label}: {node}"
+
     def name(self, node: str) -> str:
         """Return how a person, and ``--only``, call a test of this start."""
-        return node if self.world == 1 else f"{self.label}: {node}"
+        return node if self.world == 1 else self.id(node)
 
     def on(self, ranks: Sequence[int]) -> str:
         """Return on which ranks, where that says anything."""
@@ -131,9 +135,9 @@ def judge(start: Start, expected: Sequence[str], outcome: Outcome) -> Judgement:
     for node in expected:
         verdicts = [rank.results.get(node) for rank in ranks]
         if all(each and each.verdict == "passed" for each in verdicts) and not faults:
-            passed.append(f"{start.label}: {node}")
+            passed.append(start.id(node))
         elif node not in failed:
-            missed.append(f"{start.label}: {node}")
+            missed.append(start.id(node))
     failures = [*faults, *failed.values()]
     if not _stopped(start, ranks, bool(failed)):
         left_out = [node for node in expected if any(node not in rank.results for rank in ranks)]
@@ -142,7 +146,7 @@ def judge(start: Start, expected: Sequence[str], outcome: Outcome) -> Judgement:
         failures.append(end)
     if not expected:
         failures.append(Failure(where=start.label, reason="no tests were collected for it"))
-    told = {f"{start.label}: {node}" for failure in failures for node in failure.tests}
+    told = {test for failure in failures for test in failure.tests}
     missed = [each for each in missed if each not in told]
     return Judgement(passed=passed, failures=failures, missed=missed)
 
@@ -158,7 +162,9 @@ def _stopped(start: Start, ranks: Sequence[Rank], failed: bool) -> bool:
 
 def _left_out(start: Start, node: str) -> Failure:
     files = start.files()
-    return Failure(where=start.name(node), reason="did not run", tests=(node,), files=files)
+    return Failure(
+        where=start.name(node), reason="did not run", tests=(start.id(node),), files=files
+    )
 
 
 def _failed_tests(
@@ -184,7 +190,7 @@ def _failed_tests(
                 where=start.name(node),
                 reason=start.tidy(f"{odd}{verdict.verdict}{start.on(list(bad))}"),
                 detail="\n\n".join([start.tidy(verdict.detail), *map(_stacks_of, others)]).strip(),
-                tests=(node,),
+                tests=(start.id(node),),
                 place=verdict.place,
                 files=start.files(),
             ),
@@ -265,7 +271,7 @@ def _cut_short(start: Start, cut: Sequence[Rank], outcome: Outcome) -> Failure:
         where=start.name(blamed.running) if blamed.running else start.label,
         reason="; ".join([how, *others]),
         detail="\n\n".join([*(_stacks_of(rank) for rank in cut), *logs]).strip(),
-        tests=(blamed.running,) if blamed.running else (),
+        tests=(start.id(blamed.running),) if blamed.running else (),
         files=start.files(),
     )
 

@@ -171,8 +171,11 @@ def _tell(sessions: Sequence[Session], display: Display) -> None:
 
 def _show(options: Options, display: Display) -> None:
     """Write the page for a person; a verdict does not depend on it."""
+    signers = partial(
+        signature.signers, allowed=options.allowed_signers, runner=Runner(verbose=options.verbose)
+    )
     try:
-        html, markdown = page.write(options.evidence)
+        html, markdown = page.write(options.evidence, signers)
         display.say(f"gate: {html} shows all runs")
         if options.summary is not None:
             with options.summary.open("a") as file:

@@ -248,13 +248,13 @@ def _broken(
 ) -> Iterator[Failure]:
     """A failure for each file of tests that cannot be collected."""
     for file, why in files.items():
-        if tests := tuple(node for node in planned if _is_in(node, {file})):
+        if tests := plan.ids([node for node in planned if _is_in(node, {file})]):
             for path, called in names:
                 why = why.replace(path, called)
             said = [line[1:].strip() for line in why.splitlines() if line.startswith("E ")]
             reason = f"cannot be collected: {said[-1] if said else why.strip()[-200:]}"
             name = f"{plan.label}: {file}" if plan.world > 1 else file
-            yield Failure(where=name, reason=reason, detail=why, tests=tests)
+            yield Failure(where=name, reason=reason, detail=why, tests=tuple(tests))
 
 
 def _pytest(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -25,6 +26,7 @@ PHASES = (
     "regressions",
     "evidence",
 )
+WAITING = "waiting"
 RUNS_PYTEST = ("identity", "regressions")
 # Of failures: how many are told in full and by name, and lines of an assertion, and of a log.
 SHOWN_FULLY = 5
@@ -39,7 +41,7 @@ class Phase:
     """One phase of one wheel: how it ended, when it began and how long it took, in seconds."""
 
     name: str
-    status: str = "waiting"
+    status: str = WAITING
     began: float = 0.0
     seconds: float = 0.0
     detail: str = ""
@@ -53,7 +55,7 @@ class Failure:
         where: the test, or what else failed.
         reason: one line.
         detail: its traceback, stack or log.
-        tests: the ids, in the suite, of those that failed for it; none where no test did.
+        tests: the ids of those that failed for it; none where no test did.
         place: file and line of the suite where the test failed, or "".
         again: the command that repeats it, or "".
         files: logs and JUnit files, below the run's folder.
@@ -115,7 +117,7 @@ class Report:
 
     def verdict(self) -> str:
         """Return what it passed or failed, and how long that took."""
-        total, pytest = self.seconds(), self.seconds(*RUNS_PYTEST)
+        total, pytest = self.span()[1], self.seconds(*RUNS_PYTEST)
         return (
             f"{self._result()}; pytest took {pytest:.1f} s, everything else {total - pytest:.1f} s"
         )
@@ -169,17 +171,34 @@ class Report:
             yield f"  and {more} more"
 
     def seconds(self, *names: str) -> float:
-        """Return for how long at least one phase, or one of those named, was running."""
+        """Return for how long at least one of these phases was running."""
         spans = sorted(
             (phase.began, phase.began + phase.seconds)
             for phase in self.phases
-            if not names or phase.name in names
+            if phase.name in names and phase.status != WAITING
         )
         total, covered = 0.0, 0.0
         for began, ended in spans:
             total += max(0.0, ended - max(began, covered))
             covered = max(covered, ended)
         return total
+
+    def span(self) -> tuple[float, float]:
+        """Return when the first phase began, and the seconds from there to the last one's end."""
+        ran = [phase for phase in self.phases if phase.status != WAITING]
+        begin = min((phase.began for phase in ran), default=0.0)
+        return begin, max((phase.began + phase.seconds for phase in ran), default=0.0) - begin
+
+    def stamp(self, now: float) -> None:
+        """Note when the first phase began and that the run ends now, by a clock that cannot jump.
+
+        Args:
+            now: the seconds that phases are timed in.
+        """
+        ended = datetime.now(timezone.utc)
+        began = ended - timedelta(seconds=now - self.span()[0])
+        self.started = began.isoformat(timespec="seconds")
+        self.finished = ended.isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,7 +235,7 @@ class Display:
     def tick(self) -> None:
         """Show, once a second, how long the current phases have been running."""
         with self._lock, suppress(OSError):
-            seconds = int(self._seconds())
+            seconds = int(self.seconds())
             if self._terminal and self._running and seconds != self._shown:
                 self._shown = seconds
                 self._clear()
@@ -244,7 +263,7 @@ class Display:
         number = f"[{PHASES.index(name) + 1}/{len(PHASES)}]" if name in PHASES else "[-]"
         heading = f"{label}  {number}" if label else number
         running = _Running(phase=phase, heading=f"{heading} {name:<12}", note=note)
-        phase.began, phase.status = round(self._seconds(), 3), "running"
+        phase.began, phase.status = round(self.seconds(), 3), "running"
         self._begin(running)
         try:
             yield phase
@@ -259,10 +278,11 @@ class Display:
             phase.status = "interrupted"
             raise
         finally:
-            phase.seconds = max(0.0, round(self._seconds() - phase.began, 3))
+            phase.seconds = max(0.0, round(self.seconds() - phase.began, 3))
             self._finish(running)
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """Return the time since this display was made, which phases are timed in."""
         return time.monotonic() - self._origin
 
     def _begin(self, running: _Running) -> None:
@@ -284,7 +304,7 @@ class Display:
 
     def _clock(self) -> str:
         """What is running, on one line of the terminal."""
-        now = self._seconds()
+        now = self.seconds()
         parts = [f"  {each.heading} {now - each.phase.began:5.0f} s" for each in self._running]
         if len(parts) == 1:
             line = f"{parts[0]}          {self._running[0].note}"

@@ -6,12 +6,10 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
@@ -110,7 +108,6 @@ class Session:
         self.report, self.candidate, self.target = report, candidate, target
         self.error: GateError | None = Interrupted("The run ended before this was tested.")
         self._settings, self._lane = settings, lane
-        self._clock = _Clock()
         self._wanted = {"id": target.identity}
         self._stack = ExitStack()
         self._environment: Environment | None = None
@@ -139,7 +136,7 @@ class Session:
         if not settings.only:
             self._revoke(profile.name)
         runs = self._parts(profile, machine, inventory)
-        phases = [Phase(name="regressions") for _ in runs]
+        phases = [Phase(name="regressions", detail=part.name) for part in runs]
         self.report.phases += phases
         regress = partial(self._regress, subject, suite, inventory, profile, machine)
         tasks = [partial(regress, part, phase) for part, phase in zip(runs, phases, strict=True)]
@@ -283,7 +280,7 @@ class Session:
         A statement that could not be completed, for whatever reason, is not there afterwards.
         """
         with self._stack:
-            self.report.started, self.report.finished = self._clock.started, self._clock.now()
+            self.report.stamp(self._lane.display.seconds())
             try:
                 if self.error is None and self._settings.only:
                     self._record(replace(self.report, result="partial"))
@@ -380,21 +377,6 @@ class Session:
     @property
     def _phase(self) -> Callable[..., AbstractContextManager[Phase]]:
         return partial(self._lane.phase, self.report)
-
-
-class _Clock:
-    """Times of a run whose order no change of the system's clock can turn."""
-
-    def __init__(self) -> None:
-        self._wall, self._origin = datetime.now(timezone.utc), time.monotonic()
-
-    @property
-    def started(self) -> str:
-        return self._wall.isoformat(timespec="seconds")
-
-    def now(self) -> str:
-        passed = timedelta(seconds=time.monotonic() - self._origin)
-        return (self._wall + passed).isoformat(timespec="seconds")
 
 
 def _refused(error: OSError, folder: Path) -> EnvironmentFailed:

@@ -97,7 +97,7 @@ def test_alike_failures_are_one_and_different_logs_are_all_shown(written: Writte
     failures = [{**HANG, "where": f"rank {n}", "detail": "same"} for n in range(3)]
     html, _ = written({**FAILED, "failures": [*failures, {**HANG, "detail": "other"}]})
     assert html.count("<pre") == 2
-    assert "(3 times)" in shown(html)
+    assert "rank 0 and 2 more : hung" in shown(html)
 
 
 def test_executed_and_embedded_gpu_code_are_told_apart(written: Written) -> None:
@@ -127,7 +127,7 @@ def test_a_log_cannot_inject_anything(written: Written) -> None:
 
 def test_the_page_needs_no_network(written: Written) -> None:
     html, _ = written(PASSED, FAILED)
-    assert all(link.startswith("#run-") for link in Text(html).links)
+    assert all(link.startswith(("#run-", "runs/wheel/")) for link in Text(html).links)
     assert "url(" not in html
     assert "default-src 'none'" in html
 
@@ -144,3 +144,71 @@ def test_an_unreadable_record_is_named_beside_the_others(written: Written, text:
 def test_long_logs_end_with_their_end() -> None:
     text = page.tail("\n".join(map(str, range(1000))), 3)
     assert text.splitlines() == ["[997 lines before these are in the log]", "997", "998", "999"]
+
+
+TEST = "single: single/test_a.py::test_d"
+BROKEN = {
+    "where": "single/test_a.py::test_d",
+    "reason": "failed: assert 1 == 2",
+    "detail": "E   assert 1 == 2",
+    "tests": [TEST],
+    "place": "tests/regression/single/test_a.py:7",
+    "again": "python -m gate run --wheel w.whl --only single/test_a.py::test_d",
+    "files": ["records/single/junit-0.xml", "records/single/a b.log", "../../outside", "/etc/x"],
+}
+RED: dict[str, Any] = {
+    **FAILED,
+    "commit": "0123abcd",
+    "failures": [BROKEN],
+    "passed_tests": ["single: single/test_a.py::test_b", "own: own/test_b.py::test_c"],
+    "missed_tests": ["own: own/test_b.py::test_d"],
+    "own_tests": ["own: own/test_b.py::test_c", "own: own/test_b.py::test_d"],
+}
+
+
+def test_a_failing_test_is_shown_opened_with_its_place_command_and_files(
+    written: Written,
+) -> None:
+    html, markdown = written(RED)
+    for text in (shown(html), markdown):
+        for words in ("where", "reason", "place", "again"):
+            assert BROKEN[words] in text
+        assert "0123abcd" in text
+    assert html.count("<details open>") == 1
+    links = ["runs/wheel/0/records/single/junit-0.xml", "runs/wheel/0/records/single/a%20b.log"]
+    assert [link for link in Text(html).links if "single" in link] == links
+    assert f"]({links[1]})" in markdown
+    assert "outside" not in html + markdown
+    assert "/etc/x" not in html + markdown
+
+
+def test_what_is_ours_alone_is_counted_apart_and_every_test_is_listed(written: Written) -> None:
+    html, markdown = written(RED)
+    for text in (shown(html), markdown):
+        assert "public interface: 1 of 2 tests kept" in text
+        assert "own: 1 of 2 tests kept" in text
+    assert f"failed {TEST}" in shown(html)
+    assert "no result own: own/test_b.py::test_d" in shown(html)
+
+
+def test_the_times_add_up(written: Written) -> None:
+    times = ((1.0, 2.0, "audit"), (4.0, 5.0, "regressions"), (5.0, 6.0, "regressions"))
+    phases = [
+        {"name": name, "status": "passed", "began": began, "seconds": seconds, "detail": ""}
+        for began, seconds, name in times
+    ]
+    never = {**phases[1], "status": "waiting", "began": 0.0, "seconds": 0.0}
+    html, markdown = written({**PASSED, "phases": [*phases, never]})
+    for text in (shown(html), markdown):
+        assert "10.0 s: pytest 7.0 s, other phases 2.0 s, waiting 1.0 s" in text
+        assert "2 parts of the tests, side by side, took 11.0 s" in text
+    assert "left: 0.00%; width: 20.00%" in html
+
+
+def test_single_tests_stand_apart_and_count_for_nothing(written: Written) -> None:
+    html, markdown = written(PASSED, {**PASSED, "result": "partial", "only": ["single/test_x.py"]})
+    for text in (shown(html), markdown):
+        assert "1 of 1 run passed" in text
+        assert "no evidence" in text
+        assert "single/test_x.py" in text
+    assert html.count("<td") == 1

@@ -128,7 +128,8 @@ def test_one_failing_test_is_one_failure_and_the_others_passed(
     )
     came = judgement_of(subject, make_suite(single__test_it=code))
     (failure,) = came.failures
-    assert failure.where == failure.tests[0] == "single/test_it.py::test_bad"
+    assert failure.where == "single/test_it.py::test_bad"
+    assert failure.tests == ("single: single/test_it.py::test_bad",)
     assert failure.reason == "failed: AssertionError: words"
     assert failure.place == "tests/regression/single/test_it.py:3"
     assert failure.files == ("single/junit-0.xml", "single/output.log")
@@ -156,7 +157,7 @@ def test_the_first_failing_test_ends_its_process_if_asked_to(
 ) -> None:
     suite = make_suite(single__test_it="def test_a(): assert 0\ndef test_b(): assert 0\n")
     came = judgement_of(subject, suite, exit_first=True)
-    assert [failure.tests for failure in came.failures] == [("single/test_it.py::test_a",)]
+    assert [failure.tests for failure in came.failures] == [("single: single/test_it.py::test_a",)]
     assert came.missed == [
         "single: single/test_it.py::test_b",
         "single: single/test_one.py::test_answer",
@@ -228,7 +229,7 @@ def test_a_file_that_cannot_be_imported_is_a_failure_of_its_tests_and_of_no_othe
     came = judgement_of(subject, make_suite(single__test_it=code))
     (failure,) = came.failures
     assert failure.where == "single/test_it.py"
-    assert failure.tests == ("single/test_it.py::test_a", "single/test_it.py::test_b")
+    assert failure.tests == tuple(f"single: single/test_it.py::test_{name}" for name in "ab")
     words = "cannot be collected: ImportError: cannot import name 'absent' from 'mini'"
     assert failure.reason.startswith(words)
     assert came.passed == ["single: single/test_one.py::test_answer"]

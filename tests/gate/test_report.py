@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -13,7 +14,7 @@ from gate.report import Display, Failure, Phase, Report
 def report(**phases: tuple[float, float]) -> Report:
     made = Report(wheel="w.whl", profile="cpu", passed_tests=["a", "b"])
     made.phases = [
-        Phase(name=name.rstrip("_"), began=began, seconds=seconds)
+        Phase(name=name.rstrip("_"), status="passed", began=began, seconds=seconds)
         for name, (began, seconds) in phases.items()
     ]
     return made
@@ -21,11 +22,26 @@ def report(**phases: tuple[float, float]) -> Report:
 
 def test_time_is_not_counted_twice_where_phases_overlap() -> None:
     made = report(audit=(0, 1), identity=(2, 2), regressions=(4, 6), regressions_=(5, 9))
-    assert made.seconds() == 13
+    assert made.span() == (0, 14)
     assert made.seconds("identity", "regressions") == 12
     assert made.verdict() == (
-        "passed profile cpu: 2 tests; pytest took 12.0 s, everything else 1.0 s"
+        "passed profile cpu: 2 tests; pytest took 12.0 s, everything else 2.0 s"
     )
+
+
+def test_a_part_that_never_ran_takes_no_time() -> None:
+    made = report(audit=(5, 1), regressions=(7, 2))
+    made.phases.append(Phase(name="regressions"))
+    assert made.span() == (5, 4)
+    assert made.seconds("regressions") == 2
+
+
+def test_a_run_begins_with_its_first_phase() -> None:
+    made = report(build=(3, 1), audit=(5, 1))
+    made.stamp(now=64.5)
+    began, ended = map(datetime.fromisoformat, (made.started, made.finished))
+    assert timedelta(seconds=61) <= ended - began <= timedelta(seconds=62)
+    assert began.tzinfo is not None
 
 
 def test_lines_of_a_lane_carry_its_name(capsys: pytest.CaptureFixture[str]) -> None:
