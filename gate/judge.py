@@ -10,7 +10,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,23 @@ from gate.runner import Outcome
 CANARY_FAILED = 1
 PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen runpy>")
 LOG_LINES = 25
-# What torchrun says of each rank that failed; the first one is at the end, in a box of its own.
-_ROOT = re.compile(
-    r"Root Cause.*?rank\s+: (?P<rank>\d+).*?exitcode\s+: (?P<code>-?\d+)", re.DOTALL
-)
+# What torchrun says of each rank that failed, and again at the end of the first one.
+_ENDED = re.compile(r"rank\s+: (?P<rank>\d+) .*?exitcode\s+: (?P<code>-?\d+)", re.DOTALL)
+_ROOT = re.compile(f"Root Cause.*?{_ENDED.pattern}", re.DOTALL)
 _SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -9: "SIGKILL", -11: "SIGSEGV"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What the tests of one start came to, by their ids; ``missed`` have no result that counts."""
+    """What tests came to, by their ids; ``missed`` have no result that counts.
+
+    ``void``: nothing that these processes say counts.
+    """
 
     passed: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    void: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +91,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a process recorded about one test; ``detail`` is its traceback."""
+    """What a process recorded about one test.
+
+    ``detail`` is its traceback; ``at`` tells the order in which tests failed on several ranks.
+    """
 
     verdict: str
     detail: str = ""
     place: str = ""
+    at: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +137,13 @@ def judge(start: Start, expected: Sequence[str], outcome: Outcome) -> Judgement:
     """Judge a start of the tests ``expected``."""
     ranks = [read_rank(start, number) for number in range(start.world)]
     failed = dict(_failed_tests(start, expected, ranks))
-    faults = list(_process_faults(start, ranks, bool(failed)))
+    stopping = any(
+        each.verdict != "passed"
+        for rank in ranks
+        for node, each in rank.results.items()
+        if node != start.canary
+    )
+    faults = list(_process_faults(start, ranks, stopping))
     passed, missed = [], []
     for node in expected:
         verdicts = [rank.results.get(node) for rank in ranks]
@@ -139,16 +152,20 @@ def judge(start: Start, expected: Sequence[str], outcome: Outcome) -> Judgement:
         elif node not in failed:
             missed.append(start.id(node))
     failures = [*faults, *failed.values()]
-    if not _stopped(start, ranks, bool(failed)):
+    if not _stopped(start, ranks, stopping):
         left_out = [node for node in expected if any(node not in rank.results for rank in ranks)]
         failures += [_left_out(start, node) for node in left_out if node not in failed]
     if end := _end(start, ranks, outcome, failures):
-        failures.append(end)
+        # Its peers may have failed in the same test, since it had left.
+        same = [failure for failure in failures if set(failure.tests) & set(end.tests)]
+        told = [_join(f"{failure.reason}:", failure.detail) for failure in same]
+        failures = [each for each in failures if each not in same]
+        failures.append(replace(end, detail=_join(end.detail, *told)))
     if not expected:
         failures.append(Failure(where=start.label, reason="no tests were collected for it"))
-    told = {test for failure in failures for test in failure.tests}
-    missed = [each for each in missed if each not in told]
-    return Judgement(passed=passed, failures=failures, missed=missed)
+    known = {test for failure in failures for test in failure.tests}
+    missed = [each for each in missed if each not in known]
+    return Judgement(passed=passed, failures=failures, missed=missed, void=bool(faults))
 
 
 def _stopped(start: Start, ranks: Sequence[Rank], failed: bool) -> bool:
@@ -180,7 +197,12 @@ def _failed_tests(
         }
         if not bad:
             continue
-        verdict = next(iter(bad.values()))
+        first = min(bad, key=lambda number: bad[number].at)
+        verdict = bad[first]
+        # What fails later mostly fails for it.
+        later = {n: each for n, each in bad.items() if each.verdict != verdict.verdict}
+        numbers = [number for number in bad if number not in later]
+        told = [f"rank {n}: {each.verdict}\n{each.detail}" for n, each in later.items()]
         # Who did not fail is where it waits for those that did.
         others = [rank for rank in ranks if rank.number not in bad and rank.stacks]
         odd = "unexpected: " if node in unknown else ""
@@ -188,9 +210,9 @@ def _failed_tests(
             node,
             Failure(
                 where=start.name(node),
-                reason=start.tidy(f"{odd}{verdict.verdict}{start.on(list(bad))}"),
-                detail="\n\n".join([start.tidy(verdict.detail), *map(_stacks_of, others)]).strip(),
-                tests=(start.id(node),),
+                reason=start.tidy(f"{odd}{verdict.verdict}{start.on(numbers)}"),
+                detail=_join(*map(start.tidy, [verdict.detail, *told]), *map(_stacks_of, others)),
+                tests=() if node in unknown else (start.id(node),),
                 place=verdict.place,
                 files=start.files(),
             ),
@@ -205,10 +227,8 @@ def _process_faults(start: Start, ranks: Sequence[Rank], failed: bool) -> Iterat
             faults.setdefault(problem, []).append(rank.number)
     for problem, numbers in faults.items():
         where = f"{start.label}{start.on(numbers)}"
-        detail = "\n\n".join(_stacks_of(ranks[number]) for number in numbers)
-        yield Failure(
-            where=where, reason=start.tidy(problem), detail=detail.strip(), files=start.files()
-        )
+        detail = _join(*(_stacks_of(ranks[number]) for number in numbers))
+        yield Failure(where=where, reason=start.tidy(problem), detail=detail, files=start.files())
 
 
 def _faults_of(start: Start, rank: Rank, failed: bool) -> Iterator[str]:
@@ -237,29 +257,31 @@ def _end(
 ) -> Failure | None:
     """How the processes ended, where it takes more than failing tests to explain that."""
     cut = [rank for rank in ranks if rank.finished is None or rank.running]
-    # torchrun ends the others with the first that fails.
+    # torchrun ends the others with the first that fails; they show where they were then.
     explained = start.world > 1 and failures and not outcome.stopped
-    if cut and not explained:
-        return _cut_short(start, cut, outcome)
+    left = [rank for rank in cut if not explained or (rank.running and not rank.stacks)]
+    if left:
+        return _cut_short(start, cut, left, outcome)
     if outcome.ok or (failures and not outcome.stopped):
         return None
     stacked = [_stacks_of(rank) for rank in ranks if rank.stacks]
-    detail = "\n\n".join([*stacked, _log(start, outcome)]).strip()
+    detail = _join(*stacked, _log(start, outcome))
     return Failure(
         where=start.label, reason=outcome.describe(), detail=detail, files=start.files()
     )
 
 
-def _cut_short(start: Start, cut: Sequence[Rank], outcome: Outcome) -> Failure:
+def _cut_short(
+    start: Start, cut: Sequence[Rank], left: Sequence[Rank], outcome: Outcome
+) -> Failure:
     """A start that hung, crashed or left: what was running, and where each process was."""
-    blamed, how = cut[0], _how(cut[0], outcome)
-    said = outcome.output() if start.world > 1 and not outcome.stopped else ""
-    if root := _ROOT.search(said):
-        code, number = int(root["code"]), int(root["rank"])
-        ended = f"killed by {_SIGNALS.get(code, f'signal {-code}')}"
-        how = f"rank {number} {'was ' + ended if code < 0 else f'ended with exit status {code}'}"
-        blamed = next((rank for rank in cut if rank.number == number), blamed)
-    elif not (blamed.alone or outcome.stopped):
+    codes = {} if start.world == 1 or outcome.stopped else _exit_codes(outcome.output())
+    blamed = next((rank for rank in left if rank.number == next(iter(codes), None)), left[0])
+    how = _how(blamed, outcome)
+    if code := codes.get(blamed.number):
+        ended = f"was killed by {_SIGNALS.get(code, f'signal {-code}')}"
+        how = ended if code < 0 else f"ended with exit status {code}"
+    if not (blamed.alone or outcome.stopped):
         how = f"rank {blamed.number} {how}"
     others = [
         f"rank {rank.number} was in {rank.running}"
@@ -270,10 +292,20 @@ def _cut_short(start: Start, cut: Sequence[Rank], outcome: Outcome) -> Failure:
     return Failure(
         where=start.name(blamed.running) if blamed.running else start.label,
         reason="; ".join([how, *others]),
-        detail="\n\n".join([*(_stacks_of(rank) for rank in cut), *logs]).strip(),
+        detail=_join(*map(_stacks_of, cut), *logs),
         tests=(start.id(blamed.running),) if blamed.running else (),
         files=start.files(),
     )
+
+
+def _exit_codes(said: str) -> dict[int, int]:
+    """How ranks ended, by what torchrun says: first the one that it noticed first."""
+    root = {int(found["rank"]): int(found["code"]) for found in _ROOT.finditer(said)}
+    return root | {int(found["rank"]): int(found["code"]) for found in _ENDED.finditer(said)}
+
+
+def _join(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text).strip()
 
 
 def _how(rank: Rank, outcome: Outcome) -> str:
@@ -340,8 +372,8 @@ def _verdict(case: ElementTree.Element, properties: Mapping[str | None, str]) ->
         if (found := case.find(tag)) is not None:
             message = (found.get("message") or "").strip().splitlines()
             reason = f"{verdict}: {message[0]}" if message else verdict
-            place = properties.get("place", "")
-            return Verdict(verdict=reason, detail=found.text or "", place=place)
+            place, at = properties.get("place", ""), _number(properties.get("at", ""))
+            return Verdict(verdict=reason, detail=found.text or "", place=place, at=at)
     if "wasxfail" in properties:
         text = f"passed although expected to fail: {properties['wasxfail']}"
         return Verdict(verdict=text)
@@ -358,5 +390,13 @@ def _from_lines(file: Path) -> dict[str, Verdict]:
         except (ValueError, TypeError, KeyError):
             continue
         place, detail = noted.get("place", ""), noted.get("detail", "")
-        results[node] = Verdict(verdict=verdict, detail=detail, place=place)
+        at = _number(noted.get("at", ""))
+        results[node] = Verdict(verdict=verdict, detail=detail, place=place, at=at)
     return results
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

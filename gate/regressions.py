@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ CHECKOUT = Path(__file__).parent.parent
 SUITE = CHECKOUT / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
+# For how long to start anew what a failing test or a crash keeps from running.
+GO_ON_SECONDS = 120.0
 TAMPERS = "code of the package changes the tests or their results"
 CANARY = '''\
 import {package}
@@ -179,27 +182,61 @@ def run(
 ) -> Judgement:
     """Run one part of the suite; return what passed everywhere, what failed and what did not run.
 
+    What a failing test or a crash keeps from running is started anew, as long as that goes fast.
+
     Args:
-        exit_first: whether to stop at the first failing test. Ranks always do: after it, they no
-            longer agree on what comes next.
+        exit_first: whether to stop at the first failing test.
         gpus: entries of CUDA_VISIBLE_DEVICES to run on, if not on all.
     """
     planned = plan.expected(inventory.tests)
-    broken = list(_broken(plan, planned, inventory.broken, _names_of(subject, suite)))
-    expected = [node for node in planned if not _is_in(node, inventory.broken)]
-    if broken and (exit_first or not expected):
-        return Judgement(failures=broken, missed=plan.ids(expected))
+    failures = list(_broken(plan, planned, inventory.broken, _names_of(subject, suite)))
+    left = [node for node in planned if not _is_in(node, inventory.broken)]
+    if failures and (exit_first or not left):
+        return Judgement(failures=failures, missed=plan.ids(left))
     variables = {
         "GEFEN_TEST_DEVICE": profile.device,
         # Each process has a core; more threads would only get into the way of others.
         "OMP_NUM_THREADS": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
+    passed: list[str] = []
+    began = time.monotonic()
+    for number in count(1):
+        here = folder if number == 1 else folder.with_name(f"{folder.name}.again-{number}")
+        came = _start(
+            *(subject, suite, plan, left, variables, here, runner, timeout), exit_first=exit_first
+        )
+        passed += came.passed
+        failures += came.failures
+        slow = time.monotonic() - began > GO_ON_SECONDS
+        # A test that has failed is not run again, so that this comes to an end.
+        failed = any(failure.tests for failure in came.failures)
+        if exit_first or came.void or slow or not (came.missed and failed):
+            break
+        left = [node for node in left if f"{plan.label}: {node}" in came.missed]
+        plan = replace(plan, nodes=tuple(left))
+    return replace(came, passed=passed, failures=failures)
+
+
+def _start(
+    subject: Subject,
+    suite: Path,
+    plan: Run,
+    expected: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path,
+    runner: Runner,
+    timeout: float,
+    *,
+    exit_first: bool,
+) -> Judgement:
+    """Start the tests ``expected`` once, in a copy of the suite of their own."""
+    # After a failing test ranks no longer agree on what comes next.
     exit_first = exit_first or plan.world > 1
     files = sorted({node.partition("::")[0] for node in expected})
     words = (expected if plan.nodes else files) or [plan.folder]
     # Starts side by side must not see what others do to their tests.
-    own = suite.with_name(f"suite-{plan.name}")
+    own = suite.with_name(f"suite-{folder.name}")
     shutil.copytree(suite, own)
     with _canary(subject, own) as canary:
         before = subject.fingerprint(own)
@@ -209,17 +246,21 @@ def run(
             exit_first=exit_first,
         )
         changed = _changes(before, subject.fingerprint(own))
-    names = _names_of(subject, own)
     start = Start(
         label=plan.label,
         world=plan.world,
         folder=folder,
         canary=_node(canary),
         exit_first=exit_first,
-        names=names,
+        names=_names_of(subject, own),
     )
-    judgement = judging.judge(start, expected, outcome)
-    judgement = replace(judgement, failures=[*broken, *judgement.failures])
+    return _unchanged(subject, plan, judging.judge(start, expected, outcome), changed)
+
+
+def _unchanged(
+    subject: Subject, plan: Run, judgement: Judgement, changed: Sequence[str]
+) -> Judgement:
+    """A judgement that also counts what files were changed."""
     if not changed:
         return judgement
     changes = [
@@ -230,7 +271,8 @@ def run(
     # Whoever changes more than files of its own may have changed what the tests say.
     if all(name.startswith(f"site-packages/{subject.package}/") for name in changed):
         return replace(judgement, failures=failures)
-    return Judgement(failures=failures, missed=[*judgement.passed, *judgement.missed])
+    missed = [*judgement.passed, *judgement.missed]
+    return Judgement(failures=failures, missed=missed, void=True)
 
 
 def _names_of(subject: Subject, suite: Path) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from base64 import urlsafe_b64encode
 from pathlib import Path
@@ -226,8 +227,9 @@ def place_of(item, excinfo):
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed and call.excinfo and "place" not in noted:
-        noted["place"] = place_of(item, call.excinfo)
-        item.user_properties.append(("place", noted["place"]))
+        # A clock that all ranks share.
+        noted.update(place=place_of(item, call.excinfo), at=str(time.monotonic()))
+        item.user_properties += [(name, noted[name]) for name in ("place", "at")]
     if hasattr(report, "wasxfail"):
         # JUnit shows a test that passed against expectation like any other.
         item.user_properties.append(("wasxfail", report.wasxfail or "no reason given"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,41 @@ def test_a_test_that_is_called_off_is_missed_by_its_name(
     assert came.passed == [f"single: single/test_it.py::test_{name}" for name in ("it", "b")]
 
 
+@pytest.mark.parametrize("exit_first", [False, True])
+def test_a_test_that_comes_back_under_another_name_is_missed(
+    exit_first: bool, subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = "def test_it(request): request.node.user_properties[:] = [('nodeid', 'renamed')]\n"
+    suite = make_suite(single__test_it=code)
+    came = judgement_of(subject, suite, exit_first=exit_first)
+    assert [(failure.where, failure.reason, failure.tests) for failure in came.failures] == [
+        ("renamed", "unexpected: passed", ()),
+        ("single/test_it.py::test_it", "did not run", ("single: single/test_it.py::test_it",)),
+    ]
+    assert came.passed == ["single: single/test_one.py::test_answer"]
+
+
+def test_every_rank_test_gets_a_result_unless_that_takes_too_long(
+    subject: Subject, make_suite: MakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def test_a(): assert 0\ndef test_b(): assert 0\ndef test_c(): pass\n"
+    suite = make_suite(ranks__test_it=code)
+    tests = [f"ranks-2: ranks/test_it.py::test_{name}" for name in "abc"]
+    rest = ["ranks-2: ranks/test_rank.py::test_answer"]
+    came = judgement_of(subject, suite, RANKS)
+    assert [failure.where for failure in came.failures] == tests[:2]
+    assert came.failures[1].files[0] == "ranks-2.again-2/junit-0.xml"
+    assert (came.passed, came.missed) == ([*tests[2:], *rest], [])
+
+    shutil.rmtree(subject.environment.root / "records")
+    for copy in subject.environment.root.glob("suite*"):
+        shutil.rmtree(copy)
+    monkeypatch.setattr(module, "GO_ON_SECONDS", 0.0)
+    came = judgement_of(subject, suite, RANKS)
+    assert [failure.where for failure in came.failures] == tests[:1]
+    assert (came.passed, came.missed) == ([], [*tests[1:], *rest])
+
+
 def test_the_first_failing_test_ends_its_process_if_asked_to(
     subject: Subject, make_suite: MakeSuite
 ) -> None:
@@ -164,7 +200,7 @@ def test_the_first_failing_test_ends_its_process_if_asked_to(
     ]
 
 
-def test_a_crash_names_its_test_and_tells_what_passed_before_and_did_not_run_after(
+def test_a_crash_names_its_test_and_the_others_count(
     subject: Subject, make_suite: MakeSuite
 ) -> None:
     code = (
@@ -178,11 +214,37 @@ def test_a_crash_names_its_test_and_tells_what_passed_before_and_did_not_run_aft
     assert failure.reason == "killed by SIGSEGV"
     assert 'single/test_it.py", line 3 in helper' in failure.detail
     assert str(subject.environment.root) not in failure.detail
-    assert came.passed == ["single: single/test_it.py::test_before"]
-    assert came.missed == [
+    assert came.passed == [
+        "single: single/test_it.py::test_before",
         "single: single/test_it.py::test_after",
         "single: single/test_one.py::test_answer",
     ]
+    assert came.missed == []
+
+
+@pytest.mark.parametrize(
+    ("leave", "how"),
+    [
+        ("os._exit(0)", "rank 1 ended early: it left no completion record"),
+        ("os._exit(3)", "rank 1 ended with exit status 3"),
+        ("raise ValueError('first')", "failed: ValueError: first on rank 1"),
+    ],
+)
+def test_who_left_first_is_told_before_what_failed_for_it(
+    leave: str, how: str, subject: Subject, make_suite: MakeSuite
+) -> None:
+    code = HEAD + (
+        "import torch.distributed as dist\n"
+        "def test_it():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if os.environ['RANK'] == '1':\n"
+        f"        {leave}\n"
+        "    dist.barrier()\n"
+    )
+    (failure, *others) = judge(subject, make_suite(ranks__test_it=code), RANKS)[1]
+    assert (failure.where, failure.reason) == ("ranks-2: ranks/test_it.py::test_it", how)
+    assert "barrier" in failure.detail
+    assert others == []
 
 
 def test_a_killed_rank_is_named_with_its_test_and_where_its_peer_was(
@@ -203,8 +265,11 @@ def test_a_killed_rank_is_named_with_its_test_and_where_its_peer_was(
     assert failure.reason == "rank 1 was killed by SIGKILL"
     assert "stacks of rank 0" in failure.detail
     assert "in wait_for_peer" in failure.detail
-    assert came.passed == ["ranks-2: ranks/test_it.py::test_before"]
-    assert came.missed == ["ranks-2: ranks/test_rank.py::test_answer"]
+    assert came.passed == [
+        "ranks-2: ranks/test_it.py::test_before",
+        "ranks-2: ranks/test_rank.py::test_answer",
+    ]
+    assert came.missed == []
 
 
 @pytest.mark.parametrize(
