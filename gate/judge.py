@@ -24,6 +24,7 @@ LOG_LINES = 25
 # What torchrun says of each rank that failed, and again at the end of the first one.
 _ENDED = re.compile(r"rank\s+: (?P<rank>\d+) .*?exitcode\s+: (?P<code>-?\d+)", re.DOTALL)
 _ROOT = re.compile(f"Root Cause.*?{_ENDED.pattern}", re.DOTALL)
+_STOPPED = re.compile(r'File "(?P<file>tests/regression/[^"]+)", line (?P<line>\d+)')
 _SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -9: "SIGKILL", -11: "SIGSEGV"}
 
 
@@ -289,11 +290,13 @@ def _cut_short(
         if rank.running and rank.running != blamed.running
     ]
     logs = [_log_of(start, blamed)] if start.world > 1 else [_log(start, outcome)]
+    stopped = _STOPPED.search(blamed.stacks)
     return Failure(
         where=start.name(blamed.running) if blamed.running else start.label,
         reason="; ".join([how, *others]),
         detail=_join(*map(_stacks_of, cut), *logs),
         tests=(start.id(blamed.running),) if blamed.running else (),
+        place=f"{stopped['file']}:{stopped['line']}" if stopped else "",
         files=start.files(),
     )
 

@@ -65,7 +65,7 @@ class Options:
             words += ["--torch", target.torch] if target.torch else []
             words += ["--site", target.site] if target.site else []
             words += ["--python", target.python] if target.python != Target().python else []
-        for name in ("suite", "evidence"):
+        for name in ("suite", "evidence", "timeout"):
             value = getattr(self, name)
             words += [f"--{name}", value] if value != getattr(Options, name) else []
         return f"{self.program} {shlex.join(map(str, words))}"

@@ -38,7 +38,7 @@ SUITE = CHECKOUT / "tests" / "regression"
 COLLECT_TIMEOUT = 180.0
 STACKS_WAIT_SECONDS = 3.0
 # For how long to start anew what a failing test or a crash keeps from running.
-GO_ON_SECONDS = 120.0
+GO_ON_SECONDS = 300.0
 TAMPERS = "code of the package changes the tests or their results"
 CANARY = '''\
 import {package}

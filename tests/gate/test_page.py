@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from gate import page
+from gate import evidence, page
+from gate.statement import BadSignature
+from gate.wheels import Wheel
 
 PASSED: dict[str, Any] = {
     "wheel": "gefen_cuda-0.1.0-py3-none-any.whl",
@@ -212,3 +214,42 @@ def test_single_tests_stand_apart_and_count_for_nothing(written: Written) -> Non
         assert "no evidence" in text
         assert "single/test_x.py" in text
     assert html.count("<td") == 1
+
+
+def refuse(_message: bytes, _signature: bytes) -> tuple[str, ...]:
+    raise BadSignature("is signed with a key that nobody knows")
+
+
+@pytest.mark.parametrize(
+    ("signers", "words"),
+    [
+        (lambda message, signature: ("ann",) if signature == b"of " + message else (), "by ann"),
+        (refuse, "is signed with a key that nobody knows"),
+        (None, "unsigned"),
+    ],
+)
+def test_a_run_shows_its_statement_and_who_signed_it(
+    signers: Any, words: str, written: Written, wheel: Wheel, tmp_path: Path
+) -> None:
+    written(PASSED)
+    path = evidence.write_statement(
+        tmp_path,
+        wheel=wheel,
+        profile="cpu",
+        environment={"id": "torch2.13.0"},
+        suite_digest="ab" * 32,
+        commit=None,
+        executed_archs=(),
+        embedded_archs=(),
+        passed_tests=["a"],
+        files=[tmp_path / "runs/wheel/0/report.json"],
+        started="2026-01-01T00:00:00Z",
+        finished="2026-01-01T00:00:01Z",
+        sign=(lambda message: b"of " + message) if signers else None,
+    )
+    for page_file in page.write(tmp_path, signers or refuse):
+        assert f"statements/{path.name}" in page_file.read_text()
+        assert words in page_file.read_text()
+    (tmp_path / "runs/wheel/0/report.json").write_text(json.dumps({**PASSED, "commit": "other"}))
+    for page_file in page.write(tmp_path, signers or refuse):
+        assert path.name not in page_file.read_text()

@@ -213,6 +213,7 @@ def test_a_crash_names_its_test_and_the_others_count(
     assert failure.where == "single/test_it.py::test_crash"
     assert failure.reason == "killed by SIGSEGV"
     assert 'single/test_it.py", line 3 in helper' in failure.detail
+    assert failure.place == "tests/regression/single/test_it.py:3"
     assert str(subject.environment.root) not in failure.detail
     assert came.passed == [
         "single: single/test_it.py::test_before",
