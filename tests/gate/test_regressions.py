@@ -489,7 +489,8 @@ def test_files_changed_while_the_tests_run_are_a_failure(
     subject: Subject, make_suite: MakeSuite
 ) -> None:
     code = HEAD + "def test_it(): open(__file__, 'a').write('# changed')\n"
-    _, failures = judge(subject, make_suite(single__test_it=code))
+    passed, failures = judge(subject, make_suite(single__test_it=code))
+    assert passed == []
     assert [failure.reason for failure in failures] == [
         "suite/single/test_it.py was changed while the tests ran"
     ]
