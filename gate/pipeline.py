@@ -16,7 +16,14 @@ from gate import audit as auditing
 from gate import page, policy, regressions, signature
 from gate.build import NOTE, build
 from gate.environment import clean_environment
-from gate.errors import EnvironmentFailed, GateError, RegressionFailed, UsageFailure, WheelRejected
+from gate.errors import (
+    EnvironmentFailed,
+    GateError,
+    Interrupted,
+    RegressionFailed,
+    UsageFailure,
+    WheelRejected,
+)
 from gate.fetch import fetch
 from gate.layer import Layers
 from gate.machine import Profile, choose, examine
@@ -266,6 +273,8 @@ def _run_all(sessions: Sequence[Session], runner: Runner) -> None:
     finally:
         for number, session in enumerate(sessions):
             if number not in concluded:
+                # Even if all its tests passed at last: whoever interrupts a run wants no evidence.
+                session.error = session.error or Interrupted("The run was interrupted.")
                 session.conclude()
 
 
