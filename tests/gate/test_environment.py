@@ -108,4 +108,9 @@ def test_the_layer_holds_what_the_wheel_requires_and_nothing_optional() -> None:
 def test_another_torch_replaces_the_pin_and_what_it_requires_is_not_pinned() -> None:
     other = recipe(Path(sys.executable), "torch==2.12.0", ())
     assert "torch==2.12.0" in other.requirements
-    assert {Requirement(pin).name for pin in other.constraints} == {"numpy", "pytest", "packaging"}
+    assert {Requirement(pin).name for pin in other.constraints} == {
+        "numpy",
+        "pytest",
+        "hypothesis",
+        "packaging",
+    }
