@@ -24,6 +24,7 @@ class Audit:
         top_levels: what it puts directly into site-packages, sorted.
         archs: GPU architectures embedded, such as ``sm_90`` and ``compute_121``, sorted.
         checks: one line for each rule passed, ``rule: what was found``.
+        notes: what is unusual and harmless, each ``rule: what``.
     """
 
     members: int
@@ -31,6 +32,7 @@ class Audit:
     top_levels: tuple[str, ...]
     archs: tuple[str, ...]
     checks: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | None = None) -> Audit:
@@ -60,6 +62,11 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
         top_levels=facts.top_levels,
         archs=facts.archs,
         checks=tuple(checks),
+        notes=tuple(
+            f"{rule}: {printable(what)}"
+            for rule, found in facts.notes.items()
+            for what in dict.fromkeys(found)
+        ),
     )
 
 

@@ -299,7 +299,8 @@ def _candidates(
             claimed = not options.wheels or (options.tag and options.tag_check)
             audit = auditing.audit(wheel, own, source=ROOT if claimed else None)
             package = own.package if own else _only_package(wheel, audit)
-            phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
+            notes = f", {len(audit.notes)} notes: see `inspect`" if audit.notes else ""
+            phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}{notes}"
         candidates.append(Candidate(wheel=wheel, audit=audit, package=package, report=report))
     return candidates
 

@@ -51,7 +51,7 @@ class AuditPolicy:
     cuda_archs: frozenset[str] = frozenset()
     max_bytes: int
     entry_points: frozenset[str] = frozenset()
-    requires: frozenset[str] | None = None
+    requires: frozenset[Requirement] | None = None
     imports: frozenset[str] | None = None
     source: str | None = None
     built: tuple[str, ...] = ()
@@ -202,11 +202,11 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
     )
 
 
-def _requirements(table: dict[str, Any], where: str) -> frozenset[str] | None:
+def _requirements(table: dict[str, Any], where: str) -> frozenset[Requirement] | None:
     if "requires" not in table:
         return None
     try:
-        return frozenset(str(Requirement(text)) for text in _strings(table, "requires", where))
+        return frozenset(map(Requirement, _strings(table, "requires", where)))
     except InvalidRequirement as error:
         raise _bad(f"{where}.requires", str(error)) from error
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import stat
-import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,8 +11,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gate import distinfo, elf
-from gate.archive import Member
 from gate.manifests import check_manifests
+from gate.members import check_headers, check_names, check_permissions
 from gate.scan import SCHEMES, Content, Facts, arch_key, data_scheme, info_identity
 
 STARTUP = ("sitecustomize", "usercustomize")
@@ -24,10 +22,6 @@ _JUNK_SUFFIXES = (".pyc", ".pyo", ".swp", "~")
 _PRIVATE_KEY = re.compile(rb"\s*-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----")
 _FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 _ARCH_IN_NAME = re.compile(r"(sm|compute)_?(\d+[af]?)(?![0-9a-z])")
-_MAX_COMPONENT = 255
-# Control characters, line separators, and marks that change the direction of writing.
-_INVISIBLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
-_TRAILING = re.compile(r"[ .](/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,110 +31,6 @@ class Rule:
     name: str
     check: Callable[[Facts], Iterator[str]]
     passed: Callable[[Facts], str]
-
-
-def check_names(facts: Facts) -> Iterator[str]:
-    """Members must be plain relative paths, each once, on any file system."""
-    seen: dict[str, Member] = {}
-    folders: set[str] = set()
-    for member in facts.members:
-        problem = _name_problem(member.name)
-        if problem:
-            yield f"{member.name}: {problem}"
-        path = member.name.removesuffix("/")
-        if path in seen:
-            yield f"{member.name}: is in the archive more than once"
-        seen[path] = member
-        folder = path if member.is_folder else path.rpartition("/")[0]
-        while folder and folder not in folders:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    for path in sorted(folders & seen.keys()):
-        if not seen[path].is_folder:
-            yield f"{path}: is a file and a directory at once"
-    spelled: dict[str, str] = {}
-    for path in sorted(folders | seen.keys()):
-        other = spelled.setdefault(_folded(path), path)
-        if other != path:
-            yield f"{path}: is the same path as {other} where case or accents are ignored"
-
-
-def _folded(path: str) -> str:
-    if path.isascii():
-        return path.lower()
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
-
-
-def _name_problem(name: str) -> str | None:
-    parts = name.removesuffix("/").split("/")
-    if name.startswith("/") or ".." in parts:
-        return "leads out of the installation directory"
-    if "\\" in name or ":" in name:
-        return "has a backslash or a colon; on Windows that is another path"
-    if "" in parts or "." in parts:
-        return "is not a normalised path"
-    if _INVISIBLE.search(name):
-        return "has control characters in its name"
-    if any(len(part.encode()) > _MAX_COMPONENT for part in parts):
-        return f"has a name longer than {_MAX_COMPONENT} bytes"
-    if _TRAILING.search(name):
-        return "has a part that ends in a space or a dot; Windows drops it"
-    return None
-
-
-def check_permissions(facts: Facts) -> Iterator[str]:
-    """Files must be regular and readable by all, and nothing writable by all or setuid."""
-    for member in facts.members:
-        kind, bits = stat.S_IFMT(member.mode), stat.S_IMODE(member.mode)
-        if kind == stat.S_IFLNK:
-            yield f"{member.name}: is a symbolic link"
-            continue
-        if kind not in (0, stat.S_IFDIR if member.is_folder else stat.S_IFREG):
-            yield f"{member.name}: is a special file (mode {member.mode:#o})"
-        if member.is_folder and member.size:
-            yield f"{member.name}: is a directory with content"
-        if bits & 0o7002:
-            yield f"{member.name}: is setuid or writable by everyone (mode {bits:#o})"
-        elif member.mode and bits & 0o444 != 0o444 and (facts.policy or not _is_info(member)):
-            yield f"{member.name}: is not readable by everyone (mode {bits:#o})"
-
-
-def _is_info(member: Member) -> bool:
-    """Installers make their own copies of these, and builders leave them private."""
-    return member.name.partition("/")[0].endswith(".dist-info")
-
-
-def check_headers(facts: Facts) -> Iterator[str]:
-    """Header fields that no reader needs must still be ones a wheel builder writes."""
-    for member in facts.members:
-        if member.system not in (0, 3) or member.made_by not in range(10, 64):
-            yield f"{member.name}: made by unknown system {member.system}/{member.made_by}"
-        if member.internal not in (0, 1) or member.external & 0xFFFF & ~0x30:
-            yield f"{member.name}: unknown file attributes"
-    if facts.policy and facts.members:
-        yield from _odd_headers(facts)
-
-
-def _odd_headers(facts: Facts) -> Iterator[str]:
-    """One tool writes all headers of a wheel, so a header unlike the others was altered."""
-    common = _header(facts.members[0])
-    kinds: dict[bool, int] = {}
-    for member in facts.members:
-        if _header(member) != common or member.internal or member.external & 0xFFFF:
-            yield f"{member.name}: its header is unlike those of the other members"
-        if member.extra or member.is_folder:
-            yield f"{member.name}: has extra fields or is a directory entry"
-        if stat.S_IMODE(member.mode) & ~0o20 != 0o644:
-            yield f"{member.name}: has mode {stat.S_IMODE(member.mode):#o}, not 0644"
-        generated = member.name.startswith(f"{facts.info}/")
-        if member.name == f"{facts.info}/RECORD" and member.mode == 0o100664:
-            continue
-        if kinds.setdefault(generated, member.mode) != member.mode:
-            yield f"{member.name}: has mode {member.mode:#o}, others {kinds[generated]:#o}"
-
-
-def _header(member: Member) -> tuple[int, ...]:
-    return member.system, member.made_by, member.needed, member.flags & ~0x800, member.method
 
 
 def check_dist_info(facts: Facts) -> Iterator[str]:
@@ -154,12 +44,25 @@ def check_dist_info(facts: Facts) -> Iterator[str]:
     for document in ("METADATA", "WHEEL", "RECORD"):
         if f"{facts.info}/{document}" not in facts.contents:
             yield f"{document} is missing"
-    for document, text in facts.documents.items() if facts.policy else ():
-        if b"\r" in text:
-            yield f"{document}: has line endings other than \\n"
+    for document, text in facts.documents.items():
+        yield from _line_endings(facts, document, text)
     for top in facts.top_levels:
         if top.lower().endswith((".egg-info", ".egg")) or top == "EGG-INFO":
             yield f"{top}: a second record of what is installed"
+
+
+def _line_endings(facts: Facts, document: str, text: bytes) -> Iterator[str]:
+    """Where they are mixed, parsers split differently; a description may have any."""
+    if document == "METADATA":
+        text = re.split(rb"\r?\n\r?\n", text, maxsplit=1)[0]
+    if b"\r" not in text:
+        return
+    if text.rstrip(b"\r\n").count(b"\r\n") == max(map(text.rstrip(b"\r\n").count, (b"\r", b"\n"))):
+        facts.note("dist-info", f"{document}: has the line endings of Windows")
+    elif facts.policy:
+        yield f"{document}: has mixed line endings"
+    else:
+        facts.note("dist-info", f"{document}: has mixed line endings")
 
 
 def check_metadata(facts: Facts) -> Iterator[str]:
@@ -174,16 +77,30 @@ def check_metadata(facts: Facts) -> Iterator[str]:
         for requirement in _requirements(facts):
             if requirement.url:
                 yield f"Requires-Dist has a URL, which indexes refuse: {requirement}"
-        yield from _undeclared(facts.policy.requires, set(map(str, _requirements(facts))))
-        for file in (facts.metadata.license_files if facts.metadata else None) or ():
-            if f"{facts.info}/licenses/{file}" not in facts.contents:
-                yield f"License-File {file} is missing from {facts.info}/licenses"
+        yield from _undeclared(facts.policy.requires, set(_requirements(facts)))
+    yield from _missing_licences(facts)
 
 
-def _undeclared(declared: frozenset[str] | None, found: set[str]) -> Iterator[str]:
+def _missing_licences(facts: Facts) -> Iterator[str]:
+    """Before Metadata-Version 2.4 no place was laid down for them."""
+    for file in (facts.metadata.license_files if facts.metadata else None) or ():
+        folder, name = f"{facts.info}/licenses", file.rpartition("/")[2]
+        if f"{folder}/{file}" in facts.contents:
+            continue
+        if {f"{facts.info}/{file}", f"{facts.info}/{name}"} & facts.contents.keys():
+            facts.note("metadata", f"License-File {file} is not in {folder}")
+        elif facts.policy:
+            yield f"License-File {file} is missing from {folder}"
+        else:
+            facts.note("metadata", f"License-File {file} is missing from {folder}")
+
+
+def _undeclared(declared: frozenset[Requirement] | None, found: set[Requirement]) -> Iterator[str]:
+    """As requirements: order, case and spaces are no difference."""
     if declared is not None:
-        yield from (f"requires {one}, which is not declared" for one in sorted(found - declared))
-        yield from (f"does not require {one}, as declared" for one in sorted(declared - found))
+        extra, missing = sorted(map(str, found - declared)), sorted(map(str, declared - found))
+        yield from (f"requires {one}, which is not declared" for one in extra)
+        yield from (f"does not require {one}, as declared" for one in missing)
 
 
 def _requirements(facts: Facts) -> list[Requirement]:
@@ -383,7 +300,11 @@ RULES = (
         check=check_permissions,
         passed=lambda f: "regular files, readable by everyone",
     ),
-    Rule(name="headers", check=check_headers, passed=lambda f: "nothing unusual"),
+    Rule(
+        name="headers",
+        check=check_headers,
+        passed=lambda f: "unusual, but harmless" if "headers" in f.notes else "nothing unusual",
+    ),
     Rule(name="dist-info", check=check_dist_info, passed=lambda f: f"{f.info}"),
     Rule(
         name="metadata",

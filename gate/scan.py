@@ -55,6 +55,7 @@ class Facts:
         imports: what each module imports from outside, where the policy limits it.
         manifests: what lists GPU code, whole, by its name in the archive.
         problems: findings made on the way, by rule.
+        notes: what is unusual and harmless, by rule.
     """
 
     wheel: Wheel
@@ -74,11 +75,16 @@ class Facts:
     imports: dict[str, frozenset[str]] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
 
     def problem(self, rule: str, *what: str) -> None:
         """Note findings of a rule."""
         self.problems.setdefault(rule, []).extend(what)
+
+    def note(self, rule: str, *what: str) -> None:
+        """Note what speaks against a wheel no more than that it is unusual."""
+        self.notes.setdefault(rule, []).extend(what)
 
     @property
     def unpacked(self) -> int:
@@ -182,9 +188,11 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
         except BadArchive as error:
             facts.problem("zip", str(error))
     if "METADATA" in facts.documents:
-        metadata, strict = facts.documents["METADATA"], facts.policy is not None
-        facts.metadata, findings = distinfo.metadata_of(metadata, strict=strict)
+        metadata = distinfo.metadata_of(facts.documents["METADATA"])
+        facts.metadata, findings, newer = metadata
         facts.problem("metadata", *findings)
+        if newer:
+            facts.note("metadata", *newer)
     if "RECORD" in facts.documents:
         record = facts.documents["RECORD"]
         facts.rows, findings = distinfo.record_rows(record, f"{facts.info}/RECORD")

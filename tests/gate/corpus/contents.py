@@ -77,12 +77,12 @@ def directory_in_record(package: Package) -> None:
     package.edit_record = lambda record: record + b"gefen/kernels/,,\n"
 
 
-@broken("audit", "RECORD: has line endings other than")
+@broken("audit", "RECORD: has mixed line endings")
 def mixed_line_endings_in_record(package: Package) -> None:
     package.edit_record = lambda record: record.replace(b"\n", b"\r\n", 3)
 
 
-@broken("audit", "METADATA: has line endings other than")
+@broken("audit", "METADATA: has mixed line endings")
 def mixed_line_endings_in_metadata(package: Package) -> None:
     package.edit_info("METADATA", "\nVersion", "\r\nVersion")
 
