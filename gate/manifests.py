@@ -27,9 +27,9 @@ def check_manifests(facts: Facts) -> Iterator[str]:
     for folder in sorted(folders) if facts.policy else ():
         name = folder + MANIFEST
         sources = folder.rpartition("/")[0] + "/src"
-        if name not in facts.manifests:
+        if name not in facts.kept:
             yield f"{name}: is missing"
-        elif listed := _read(facts.manifests[name], folder, sources):
+        elif listed := _read(facts.kept[name], folder, sources):
             code = {c.name: c for c in _below(facts, folder) if c.arch}
             yield from _differences({n: c.digest for n, c in code.items()}, listed.images)
             yield from _differences({n: c.arch for n, c in code.items()}, listed.archs)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -13,14 +14,31 @@ from packaging.requirements import Requirement
 from gate import distinfo, elf
 from gate.manifests import check_manifests
 from gate.members import check_headers, check_names, check_permissions
+from gate.own_imports import check_imports, check_own_imports, check_python, imported
+from gate.project import check_project, undeclared
+from gate.pythons import oldest
 from gate.scan import SCHEMES, Content, Facts, arch_key, data_scheme, info_identity
 
 STARTUP = ("sitecustomize", "usercustomize")
 STRAY = ("tests", "test", "gate", "ci", "benchmarks", "docs", "examples")
 _JUNK_PARTS = ("__pycache__", ".git", ".hg", ".svn", ".env", ".DS_Store", ".pypirc", ".netrc")
+_OF_INSTALLERS = (
+    "INSTALLER",
+    "REQUESTED",
+    "direct_url.json",
+    "provenance_url.json",
+    "uv_cache.json",
+)
 _JUNK_SUFFIXES = (".pyc", ".pyo", ".swp", "~")
 _PRIVATE_KEY = re.compile(rb"\s*-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----")
 _FATBIN_MAGIC = bytes.fromhex("50ed55ba")
+_LINUX = "x86_64|i686|aarch64|armv7l|ppc64le|ppc64|s390x|riscv64|loongarch64"
+# What warehouse, PyPI's own program, lets through.
+_PYPI_PLATFORM = re.compile(
+    rf"any|win32|win_(amd64|arm64|ia64)|manylinux(1|2010)_(x86_64|i686)|linux_armv[67]l"
+    rf"|(manylinux2014|manylinux_\d+_\d+|musllinux_\d+_\d+)_({_LINUX})"
+    r"|macosx_\d+_\d+_(\w+)|(ios|android|pyodide|pyemscripten)_\w+"
+)
 _ARCH_IN_NAME = re.compile(r"(sm|compute)_?(\d+[af]?)(?![0-9a-z])")
 
 
@@ -77,8 +95,12 @@ def check_metadata(facts: Facts) -> Iterator[str]:
         for requirement in _requirements(facts):
             if requirement.url:
                 yield f"Requires-Dist has a URL, which indexes refuse: {requirement}"
-        yield from _undeclared(facts.policy.requires, set(_requirements(facts)))
+        if facts.policy.requires is not None:
+            yield from undeclared(facts.policy.requires, set(_requirements(facts)))
     yield from _missing_licences(facts)
+    for classifier in (facts.metadata.classifiers if facts.metadata else None) or ():
+        if classifier.startswith("Private ::"):
+            yield from facts.judged("metadata", f"Classifier {classifier}: indexes refuse it")
 
 
 def _missing_licences(facts: Facts) -> Iterator[str]:
@@ -95,14 +117,6 @@ def _missing_licences(facts: Facts) -> Iterator[str]:
             facts.note("metadata", f"License-File {file} is missing from {folder}")
 
 
-def _undeclared(declared: frozenset[Requirement] | None, found: set[Requirement]) -> Iterator[str]:
-    """As requirements: order, case and spaces are no difference."""
-    if declared is not None:
-        extra, missing = sorted(map(str, found - declared)), sorted(map(str, declared - found))
-        yield from (f"requires {one}, which is not declared" for one in extra)
-        yield from (f"does not require {one}, as declared" for one in missing)
-
-
 def _requirements(facts: Facts) -> list[Requirement]:
     return list(facts.metadata.requires_dist or []) if facts.metadata else []
 
@@ -111,11 +125,29 @@ def check_wheel_file(facts: Facts) -> Iterator[str]:
     """WHEEL must agree with the tags and build number of the file name."""
     if "WHEEL" in facts.documents:
         yield from distinfo.wheel_findings(facts.documents["WHEEL"], facts.build, facts.tags)
+    yield from _tag_problems(facts)
     if facts.policy and all(tag.platform == "any" for tag in facts.tags):
         for content in facts.contents.values():
             processor = elf.host_machine(content.head)
             if processor:
                 yield f"{content.name}: machine code for {processor} in a wheel for any platform"
+
+
+def _tag_problems(facts: Facts) -> Iterator[str]:
+    declared = (facts.policy.tags if facts.policy else None) or facts.tags
+    yield from (
+        f"tag {tag} is declared but missing" for tag in sorted(map(str, declared - facts.tags))
+    )
+    pythons = facts.metadata.requires_python if facts.metadata else None
+    for tag in sorted(facts.tags - declared, key=str):
+        if tag.interpreter == "py2" and pythons and not pythons.contains("2.7"):
+            facts.note("wheel", f"tag {tag} is of no use with Requires-Python {pythons}")
+        else:
+            yield f"tag {tag} is not declared"
+    for platform in sorted({tag.platform for tag in facts.tags}):
+        if not _PYPI_PLATFORM.fullmatch(platform):
+            what = f"PyPI takes no files for the platform {platform}"
+            yield from facts.judged("wheel", what)
 
 
 def check_record(facts: Facts) -> Iterator[str]:
@@ -168,14 +200,6 @@ def check_entry_points(facts: Facts) -> Iterator[str]:
         yield f"{point}: is declared but missing"
 
 
-def check_imports(facts: Facts) -> Iterator[str]:
-    """Modules import the standard library, the package itself and what is declared."""
-    allowed = (facts.policy.imports if facts.policy else None) or frozenset()
-    for name, modules in facts.imports.items():
-        for module in sorted(modules - allowed):
-            yield f"{name}: imports {module}, which is not declared"
-
-
 def check_data(facts: Facts) -> Iterator[str]:
     """``.data`` folders install outside the package: known schemes only."""
     for name in facts.contents:
@@ -191,8 +215,10 @@ def check_data(facts: Facts) -> Iterator[str]:
 
 
 def check_junk(facts: Facts) -> Iterator[str]:
-    """No caches, repository folders, secrets or editors' leftovers."""
+    """No caches, repository folders, secrets, editors' leftovers or notes of installers."""
     for name, content in facts.contents.items():
+        if name.rpartition("/")[::2] in product(facts.infos, _OF_INSTALLERS):
+            yield f"{name}: is written by installers only"
         parts = name.split("/")
         if set(parts) & set(_JUNK_PARTS) or name.endswith(_JUNK_SUFFIXES):
             yield f"{name}: does not belong into a wheel"
@@ -284,6 +310,15 @@ def check_size(facts: Facts) -> Iterator[str]:
         yield f"{facts.file_size} bytes, more than the {facts.policy.max_bytes} allowed"
 
 
+def _has_project(facts: Facts) -> bool:
+    return facts.policy is not None and facts.policy.project is not None
+
+
+def _python_passed(facts: Facts) -> str:
+    minor = oldest(facts.metadata.requires_python) if facts.metadata else None
+    return "not compared" if minor is None else f"nothing that Python 3.{minor} lacks"
+
+
 def _nothing(facts: Facts) -> Iterator[str]:
     return iter(())
 
@@ -312,6 +347,11 @@ RULES = (
         passed=lambda f: f"valid, requires {', '.join(map(str, _requirements(f))) or 'nothing'}",
     ),
     Rule(
+        name="project",
+        check=check_project,
+        passed=lambda f: "as in pyproject.toml" if _has_project(f) else "not compared",
+    ),
+    Rule(
         name="wheel",
         check=check_wheel_file,
         passed=lambda f: f"tags {', '.join(sorted(map(str, f.tags)))}",
@@ -335,7 +375,17 @@ RULES = (
     Rule(
         name="imports",
         check=check_imports,
-        passed=lambda f: ", ".join(sorted(set().union(*f.imports.values()))) or "none of others",
+        passed=lambda f: ", ".join(imported(f)) or "none of others",
+    ),
+    Rule(
+        name="own-imports",
+        check=check_own_imports,
+        passed=lambda f: f"{len(f.sources)} modules find what they import of each other",
+    ),
+    Rule(
+        name="python",
+        check=check_python,
+        passed=_python_passed,
     ),
     Rule(
         name="data",

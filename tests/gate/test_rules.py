@@ -43,6 +43,9 @@ INIT = "demo/__init__.py"
         ("demo/__pycache__/a.cpython-311.pyc", ["junk: demo/__pycache__/a.cpython-311.pyc"]),
         ("demo/.git/config", ["junk: demo/.git/config: does not belong into a wheel"]),
         ("demo/.env", ["junk: demo/.env: does not belong into a wheel"]),
+        ("demo-1.0.dist-info/INSTALLER",
+            ["junk: demo-1.0.dist-info/INSTALLER: is written by installers only"]),
+        ("demo-1.0.dist-info/direct_url.json", ["direct_url.json: is written by installers only"]),
     ],
 )  # fmt: skip
 def test_files_that_do_not_belong(tmp_path: Path, name: str, expected: list[str]) -> None:
@@ -186,7 +189,7 @@ def test_requirements_other_than_declared(tmp_path: Path) -> None:
 
 
 IMPORTS = {
-    "import os.path, json\nfrom . import x\nfrom demo.y import z\nimport numpy.linalg\n": "",
+    "import os.path, json\nfrom . import answer\nfrom demo import kernels\nimport numpy\n": "",
     "import numpy, _pytest.runner\n": "demo/a.py: imports _pytest, which is not declared",
     "def f():\n    from yaml import load\n": "demo/a.py: imports yaml, which is not declared",
     "print 'hello'\n": "demo/a.py: is not Python: Missing parentheses",
