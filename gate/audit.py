@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gate.archive import BadArchive, open_archive, printable
+from gate.code import compiled_again
 from gate.errors import WheelRejected
 from gate.policy import AuditPolicy
 from gate.rules import RULES
+from gate.runner import Runner
 from gate.scan import Facts, scan
 from gate.wheels import Wheel
 
@@ -35,7 +37,13 @@ class Audit:
     notes: tuple[str, ...]
 
 
-def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | None = None) -> Audit:
+def audit(
+    wheel: Wheel,
+    policy: AuditPolicy | None = None,
+    *,
+    source: Path | None = None,
+    runner: Runner | None = None,
+) -> Audit:
     """Check a wheel against every rule.
 
     Args:
@@ -43,6 +51,7 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
         policy: what its distribution must carry, or None for the generic rules only.
         source: the repository it was built from, to compare contents with; compared only where
             the policy names a source folder.
+        runner: what runs the compiler, where GPU code is to be compiled again.
 
     Raises:
         WheelRejected: with all findings, each ``rule: what``, in the order of the rules.
@@ -53,6 +62,10 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
     except BadArchive as error:
         raise _rejected(wheel, [f"zip: {error}"]) from error
     findings, checks = _judge(facts)
+    if runner and policy and facts.archs and not findings:
+        findings = [f"compiled: {printable(what)}" for what in compiled_again(facts, runner)]
+        if "compiled" not in facts.notes:
+            checks.append("compiled: GPU code is what its sources give")
     if findings:
         raise _rejected(wheel, findings)
     metadata = facts.metadata

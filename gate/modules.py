@@ -40,12 +40,16 @@ class Module:
         names: what is bound at its top level.
         is_open: whether it can have names besides.
         version: its ``__version__``, where that is written down.
+        words: texts in it that look like names.
+        launches: the names given to calls of ``launch``.
     """
 
     imports: list[Import] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     is_open: bool = False
     version: str | None = None
+    words: set[str] = field(default_factory=set)
+    launches: set[str] = field(default_factory=set)
 
 
 def parse(source: bytes, minor: int) -> ast.Module:
@@ -86,6 +90,22 @@ def read(source: bytes) -> Module:
     _Reader(module).visit(tree)
     module.is_open |= "__getattr__" in module.names
     return module
+
+
+def constant(source: bytes, name: str) -> tuple[object, ...] | None:
+    """A tuple or list that a module writes down under a name, or None."""
+    try:
+        body = parse(source, sys.version_info[1]).body
+        values = [
+            node.value
+            for node in body
+            if isinstance(node, ast.Assign)
+            and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+        ]
+        found = ast.literal_eval(values[-1]) if values else None
+    except (SyntaxError, ValueError):
+        return None
+    return tuple(found) if isinstance(found, (tuple, list)) else None
 
 
 class _Reader(ast.NodeVisitor):
@@ -174,6 +194,17 @@ class _Reader(ast.NodeVisitor):
         # What a module may put itself into, or grow names by.
         if node.attr in ("modules", "__dict__"):
             self._module.is_open = True
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and node.value.isidentifier():
+            self._module.words.add(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        first = node.args[0] if node.args else None
+        is_launch = isinstance(node.func, ast.Attribute) and node.func.attr == "launch"
+        if is_launch and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            self._module.launches.add(first.value)
         self.generic_visit(node)
 
     def visit_MatchAs(self, node: ast.MatchAs) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gate import distinfo, elf
+from gate.code import check_code
 from gate.manifests import check_manifests
 from gate.members import check_headers, check_names, check_permissions
 from gate.own_imports import check_imports, check_own_imports, check_python, imported
@@ -402,6 +403,11 @@ RULES = (
         name="cuda",
         check=check_cuda,
         passed=lambda f: f"embeds {', '.join(f.archs) or 'no GPU code'}",
+    ),
+    Rule(
+        name="code",
+        check=check_code,
+        passed=lambda f: "every kernel in every image" if f.archs else "no GPU code",
     ),
     Rule(
         name="manifest",
