@@ -59,6 +59,8 @@ def check_python(facts: Facts) -> Iterator[str]:
             "python", f"more than {_MOST_BYTES} bytes of modules: not compared"
         )
         return
+    if minor is not None and not pythons.has_vermin():
+        facts.note("python", "vermin is not installed: only the syntax was compared")
     for name, source in facts.sources.items() if minor is not None else ():
         if name in facts.installed:
             lacking = pythons.lacking(source, minor or 0)

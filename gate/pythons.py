@@ -8,10 +8,14 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 
-import vermin
 from packaging.specifiers import SpecifierSet
 
 from gate import modules
+
+try:
+    import vermin
+except ImportError:  # machines that only run what others have audited may lack it
+    vermin = None
 
 _NEEDED = re.compile(r"L(\d+)[^:]*: (.+) requires? [^ ]+, 3\.(\d+)")
 _MINORS = range(7, 40)
@@ -24,6 +28,11 @@ def oldest(pythons: SpecifierSet | None) -> int | None:
     return next((minor for minor in _MINORS if pythons.contains(f"3.{minor}.99")), None)
 
 
+def has_vermin() -> bool:
+    """Whether more than the syntax can be compared."""
+    return vermin is not None
+
+
 @lru_cache(maxsize=4096)
 def lacking(source: bytes, minor: int) -> tuple[str, ...]:
     """What of a module's syntax and standard library Python 3.``minor`` lacks, a line each."""
@@ -31,7 +40,7 @@ def lacking(source: bytes, minor: int) -> tuple[str, ...]:
         return ()
     if error := modules.syntax_error(source, minor):
         return (f"is not Python 3.{minor}: {error}",)
-    return tuple(_lacking(source, minor))
+    return tuple(_lacking(source, minor)) if vermin else ()
 
 
 def _lacking(source: bytes, minor: int) -> Iterator[str]:

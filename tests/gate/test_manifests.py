@@ -140,3 +140,11 @@ def test_the_kernels_that_it_lists(tmp_path: Path, kernels: object, expected: st
         assert f"manifest: demo/cubin/manifest.json: {expected}" in findings(path, POLICY)
     else:
         audit(as_wheel(path), POLICY)
+
+
+def test_of_other_wheels_only_what_is_wrong_is_said(tmp_path: Path) -> None:
+    audit(as_wheel(builder().write(tmp_path)))
+    audit(as_wheel(builder().add("demo/cubin/manifest.json", b'{"name": "app"}').write(tmp_path)))
+    made = add_manifest(builder()).drop("demo/src/flat.cuh")
+    found = findings(made.write(tmp_path), None)
+    assert found == ["manifest: demo/src/flat.cuh: is listed but missing"]

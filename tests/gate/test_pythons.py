@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gate import own_imports
+from gate import own_imports, pythons
 from gate.audit import audit
 from tests.gate.wheel_builder import POLICY, WheelBuilder, as_wheel, findings
 
@@ -60,3 +60,15 @@ def test_a_wheel_with_very_much_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(own_imports, "_MOST_BYTES", 10)
     (note,) = audit(as_wheel(wheel(tmp_path, "import tomllib\n"))).notes
     assert note == "python: more than 10 bytes of modules: not compared"
+
+
+def test_without_vermin_only_syntax_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pythons.lacking.cache_clear()
+    monkeypatch.setattr(pythons, "vermin", None)
+    (note,) = audit(as_wheel(wheel(tmp_path, "import tomllib\n")), POLICY).notes
+    assert note == "python: vermin is not installed: only the syntax was compared"
+    (finding,) = findings(wheel(tmp_path, "try: pass\nexcept* OSError: pass\n"))
+    assert "is not Python 3.10" in finding
+    pythons.lacking.cache_clear()
