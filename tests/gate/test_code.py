@@ -28,7 +28,7 @@ SOURCE = b"""\
 // extern "C" __global__ void gone() {}
 extern "C" __launch_bounds__(256, 2) __global__ void step(const void* table,
                                                           long long items) {}
-extern "C" __global__ void
+extern "C" __global__ void __launch_bounds__(128)
 peaks(float* x) {}
 __device__ void helper() {}
 """

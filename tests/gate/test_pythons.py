@@ -28,7 +28,8 @@ GUARDED = [
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from typing import Self\n",
     "from __future__ import annotations\nimport typing\ndef f() -> typing.Self: ...\n",
     "import tomllib  # novm\n",
-    "class ExceptionGroup: ...\nx = ExceptionGroup()\n",
+    "import sys\nif sys.version_info < (3, 11):\n    from exceptiongroup import ExceptionGroup\n"
+    "def f():\n    raise ExceptionGroup('', [])\n",
     "import sys\nx = sys.exception() if sys.version_info >= (3, 11) else None\n",
     "def f(x: int | None) -> list[int]:\n    match x:\n        case 1:\n            return []\n",
 ]
