@@ -135,7 +135,7 @@ def check_headers(facts: Facts) -> Iterator[str]:
 
 def _tool(member: Member) -> tuple[int, int, int]:
     """What one tool writes into the header of every file."""
-    return member.system, member.made_by, member.flags & ~0x806
+    return member.system, member.made_by, member.flags & ~0x80E
 
 
 def _modes(facts: Facts, info: bool) -> Iterator[int]:
