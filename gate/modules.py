@@ -6,7 +6,7 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 _LENIENT = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
@@ -42,6 +42,9 @@ class Module:
         version: its ``__version__``, where that is written down.
         words: texts in it that look like names.
         launches: the names given to calls of ``launch``.
+        aliases: imports at its top level by the name they bind; None for a name that something
+            else binds as well, here or in a function.
+        uses: line, name and attribute wherever an attribute of such a name is read.
     """
 
     imports: list[Import] = field(default_factory=list)
@@ -50,6 +53,8 @@ class Module:
     version: str | None = None
     words: set[str] = field(default_factory=set)
     launches: set[str] = field(default_factory=set)
+    aliases: dict[str, Import | None] = field(default_factory=dict)
+    uses: list[tuple[int, str, str]] = field(default_factory=list)
 
 
 def parse(source: bytes, minor: int) -> ast.Module:
@@ -124,26 +129,36 @@ class _Reader(ast.NodeVisitor):
             self.visit(node)
         self._optional = before
 
+    def _alias(self, name: str, found: Import | None) -> None:
+        known = name in self._module.aliases or self._inner or self._optional
+        self._module.aliases[name] = None if known else found
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._bind(alias.asname or alias.name.partition(".")[0])
-            self._note(Import(line=node.lineno, module=alias.name, optional=self._optional))
+            found = Import(line=node.lineno, module=alias.name, optional=self._optional)
+            self._module.imports.append(found)
+            self._alias(
+                alias.asname or alias.name.partition(".")[0], found if alias.asname else None
+            )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         names = tuple(alias.name for alias in node.names)
         self._bind(*(alias.asname or alias.name for alias in node.names))
-        self._note(
-            Import(
-                line=node.lineno,
-                module=node.module or "",
-                level=node.level,
-                names=names,
-                optional=self._optional,
-            )
+        found = Import(
+            line=node.lineno,
+            module=node.module or "",
+            level=node.level,
+            names=names,
+            optional=self._optional,
         )
-
-    def _note(self, found: Import) -> None:
         self._module.imports.append(found)
+        for alias in node.names:
+            self._alias(alias.asname or alias.name, replace(found, names=(alias.name,)))
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self._alias(node.arg, None)
+        self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
         lenient = any(map(_is_lenient, node.handlers))
@@ -168,6 +183,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._bind(node.name)
+        self._alias(node.name, None)
         self._inner += 1
         self.generic_visit(node)
         self._inner -= 1
@@ -177,6 +193,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._bind(node.name)
+        self._alias(node.name, None)
         self._inner += 1
         self.generic_visit(node)
         self._inner -= 1
@@ -187,6 +204,7 @@ class _Reader(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store):
             self._bind(node.id)
+            self._alias(node.id, None)
         elif node.id in ("globals", "vars", "locals", "exec"):
             self._module.is_open = True
 
@@ -194,6 +212,8 @@ class _Reader(ast.NodeVisitor):
         # What a module may put itself into, or grow names by.
         if node.attr in ("modules", "__dict__"):
             self._module.is_open = True
+        if isinstance(node.value, ast.Name) and not self._optional:
+            self._module.uses.append((node.lineno, node.value.id, node.attr))
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:

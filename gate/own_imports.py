@@ -48,6 +48,8 @@ def check_own_imports(facts: Facts) -> Iterator[str]:
                 yield from facts.judged(
                     "own-imports", *(f"{name}, line {found.line}: {p}" for p in problems)
                 )
+        for line, problem in tree.unknown(str(place), modules.read(source)) if place else ():
+            yield from facts.judged("own-imports", f"{name}, line {line}: {problem}")
     yield from _other_versions(facts, tree)
 
 
@@ -114,6 +116,16 @@ class _Tree:
             for name in found.names:
                 if not self._has(base, name, set()):
                     yield f"imports {name} from {base}, which has none"
+
+    def unknown(self, place: str, module: Module) -> Iterator[tuple[int, str]]:
+        """Attributes of other modules that a module at ``place`` reads and they lack."""
+        for line, alias, name in module.uses:
+            found = module.aliases.get(alias)
+            base = _base(PurePosixPath(place), found) if found else None
+            target = ".".join([base or "", *(found.names if found else ())])
+            # Of what is no module, the attributes are not known.
+            if base and target in self.modules and not self._has(target, name, set()):
+                yield line, f"uses {alias}.{name}, but {target} has no {name}"
 
     def _exists(self, dotted: str) -> bool:
         """Machine code can hold modules that no file is called after."""

@@ -34,6 +34,12 @@ FINE = [
     "from contextlib import suppress\nwith suppress(ImportError):\n    import demo.gone\n",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from demo.gone import X\n",
     "import demonstration\nfrom os import gone\n",
+    "from demo.sub import leaf\nimport demo.lazy as lazy\nx = leaf.value, leaf.__name__, lazy.x\n",
+    "from demo.sub import leaf\ndef f(leaf):\n    return leaf.gone\n",
+    "from demo.sub import leaf\ndef f():\n    leaf = 1\n    return leaf.gone\n",
+    "from demo.sub import leaf\nleaf = wrap(leaf)\nleaf.gone\n",
+    "from demo.sub.leaf import value\nvalue.gone\n",
+    "from demo.sub import leaf\ntry:\n    leaf.gone\nexcept Exception:\n    pass\n",
 ]
 
 
@@ -50,6 +56,8 @@ WRONG = {
     "from .gone import x\n": "line 1: imports demo.gone, which is not in the wheel",
     "from demo.sub.leaf import valu\n": "line 1: imports valu from demo.sub.leaf, which has none",
     "from demo.sub import f, g\n": "line 1: imports g from demo.sub, which has none",
+    "from demo.sub import leaf\ndef f():\n    leaf.f, leaf.g\n": "line 3: uses leaf.g, but",
+    "import demo.sub.leaf as t\nt.gone()\n": "line 2: uses t.gone, but demo.sub.leaf has no gone",
     "from .. import x\n": "line 1: imports from outside of all packages",
     "try:\n    import demo.gone\nexcept ValueError:\n    pass\n": "line 2: imports demo.gone",
     "try:\n    pass\nexcept ImportError:\n    import demo.gone\n": "line 4: imports demo.gone",

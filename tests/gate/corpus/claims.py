@@ -70,6 +70,11 @@ def name_left_out(package: Package) -> None:
     package.edit("gefen/routing.py", b"def routing_table(", b"def routing_tables(")
 
 
+@broken("audit", "own-imports: gefen/kernels/launch.py, line", "uses packing.KINDS, but")
+def attribute_left_out(package: Package) -> None:
+    package.edit("gefen/kernels/packing.py", b"\nKINDS", b"\nKIND")
+
+
 @broken("audit", "resources: gefen/__main__.py: is missing")
 def no_command(package: Package) -> None:
     del package.files["gefen/__main__.py"]
