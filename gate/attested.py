@@ -91,7 +91,8 @@ class Release:
         """
         for wheel in wheels:
             own = self.rules.audit_of(wheel.name)
-            auditing.audit(wheel, own, source=self.repository.root)
+            repository = self.repository
+            auditing.audit(wheel, own, source=repository.root, runner=repository.runner)
 
     def sdists(self, paths: Sequence[Path], wheels: Sequence[File]) -> list[File]:
         """Copy sdists that this checkout builds, byte for byte, together with attested wheels.

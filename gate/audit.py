@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gate.archive import BadArchive, open_archive, printable
+from gate.code import compiled_again
 from gate.errors import WheelRejected
 from gate.policy import AuditPolicy
 from gate.rules import RULES
+from gate.runner import Runner
 from gate.scan import Facts, scan
 from gate.wheels import Wheel
 
@@ -24,6 +26,7 @@ class Audit:
         top_levels: what it puts directly into site-packages, sorted.
         archs: GPU architectures embedded, such as ``sm_90`` and ``compute_121``, sorted.
         checks: one line for each rule passed, ``rule: what was found``.
+        notes: what is unusual and harmless, each ``rule: what``.
     """
 
     members: int
@@ -31,9 +34,16 @@ class Audit:
     top_levels: tuple[str, ...]
     archs: tuple[str, ...]
     checks: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | None = None) -> Audit:
+def audit(
+    wheel: Wheel,
+    policy: AuditPolicy | None = None,
+    *,
+    source: Path | None = None,
+    runner: Runner | None = None,
+) -> Audit:
     """Check a wheel against every rule.
 
     Args:
@@ -41,6 +51,7 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
         policy: what its distribution must carry, or None for the generic rules only.
         source: the repository it was built from, to compare contents with; compared only where
             the policy names a source folder.
+        runner: what runs the compiler, where GPU code is to be compiled again.
 
     Raises:
         WheelRejected: with all findings, each ``rule: what``, in the order of the rules.
@@ -51,6 +62,10 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
     except BadArchive as error:
         raise _rejected(wheel, [f"zip: {error}"]) from error
     findings, checks = _judge(facts)
+    if runner and policy and facts.archs and not findings:
+        findings = [f"compiled: {printable(what)}" for what in compiled_again(facts, runner)]
+        if "compiled" not in facts.notes:
+            checks.append("compiled: GPU code is what its sources give")
     if findings:
         raise _rejected(wheel, findings)
     metadata = facts.metadata
@@ -60,6 +75,11 @@ def audit(wheel: Wheel, policy: AuditPolicy | None = None, *, source: Path | Non
         top_levels=facts.top_levels,
         archs=facts.archs,
         checks=tuple(checks),
+        notes=tuple(
+            f"{rule}: {printable(what)}"
+            for rule, found in facts.notes.items()
+            for what in dict.fromkeys(found)
+        ),
     )
 
 

@@ -250,11 +250,16 @@ def run(tag: str | None, no_tag_check: bool, **given: Any) -> None:
 @gate.command(epilog=EPILOG)
 @click.argument("wheels", nargs=-1, required=True, metavar="WHEEL...")
 def inspect(wheels: tuple[str, ...]) -> None:
-    """Audit wheels without installing them or running any of their code."""
+    """Audit wheels without installing them or running any of their code.
+
+    A line "note" is about something unusual that is harmless.
+    """
     for wheel, audit in pipeline.inspect(wheels, base_directory()):
         click.echo(f"{wheel.filename}  sha256 {wheel.sha256}")
         for check in audit.checks:
             click.echo(f"  ok  {check}")
+        for note in audit.notes:
+            click.echo(f"  note  {note}")
 
 
 @gate.command(epilog=EPILOG)

@@ -29,21 +29,21 @@ UNLISTED = ("RECORD.jws", "RECORD.p7s")
 _SIZE = re.compile(r"0|[1-9][0-9]*")
 
 
-def metadata_of(data: bytes, *, strict: bool) -> tuple[Metadata | None, list[str]]:
-    """Parse METADATA; what is wrong with it comes second.
+def metadata_of(data: bytes) -> tuple[Metadata | None, list[str], list[str]]:
+    """Parse METADATA; what is wrong with it comes second, what is unusual third.
 
-    Unless ``strict``, fields newer than the Metadata-Version are let through: build tools write
-    them and indexes take them.
+    Fields newer than the Metadata-Version are no more than that: build tools write them, and
+    indexes take them.
     """
     try:
-        return Metadata.from_email(data, validate=True), []
+        return Metadata.from_email(data, validate=True), [], []
     except ExceptionGroup as group:
         problems = sorted(_flat(str(error)) for error in group.exceptions)
     except (ValueError, UnicodeDecodeError) as error:
         problems = [_flat(str(error))]
-    if not strict and all("introduced in metadata version" in problem for problem in problems):
-        return Metadata.from_email(data, validate=False), []
-    return None, problems
+    if all("introduced in metadata version" in problem for problem in problems):
+        return Metadata.from_email(data, validate=False), [], problems
+    return None, problems, []
 
 
 def _flat(text: str) -> str:

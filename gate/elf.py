@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 
 ELF_MAGIC = b"\x7fELF"
 _EM_CUDA = 190
+_NOBITS = 8
 _ELF64_LITTLE = bytes([2, 1, 1])
 # e_flags by ELF ABI version. Up to 7 (CUDA 12, up to sm_90) the architecture is in the low byte
 # and an "a" suffix is bit 11; from 8 (sm_100 on, everything from CUDA 13) they are the second
@@ -38,6 +40,35 @@ def extent(head: bytes) -> int:
     program_size, program_count, section_size, section_count = struct.unpack_from("<4H", head, 54)
     tables = (programs + program_size * program_count, sections + section_size * section_count)
     return int(max(tables))
+
+
+def sections(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each section of a cubin; empty for those without bytes in the file.
+
+    Raises:
+        struct.error, ValueError: the table of sections is damaged.
+    """
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count, names = struct.unpack_from("<3H", data, 58)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + i * size) for i in range(count)]
+    if not headers:
+        return
+    start, length = headers[names if names < count else 0][4:]
+    strings = data[start : start + length]
+    for name, kind, _, _, offset, extent in headers:
+        if kind != _NOBITS and offset + extent > len(data):
+            raise ValueError("a section runs past the end")
+        content = b"" if kind == _NOBITS else data[offset : offset + extent]
+        yield strings[name : strings.index(b"\0", name)].decode(), content
+
+
+def kernels(data: bytes) -> list[str]:
+    """The names of a cubin's kernels; none where its table of sections is damaged."""
+    prefix = ".text."
+    try:
+        return [n.removeprefix(prefix) for n, _ in sections(data) if n.startswith(prefix)]
+    except (struct.error, ValueError):
+        return []
 
 
 def ptx_arch(head: bytes) -> str | None:

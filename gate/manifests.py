@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from gate import distinfo
+from gate import distinfo, elf, modules
 from gate.scan import MANIFEST, Content, Facts
 
 Values = Mapping[str, str | None]
@@ -14,29 +15,75 @@ Values = Mapping[str, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one lists: hashes of images and sources, as RECORD writes them, and architectures."""
+    """What one lists: hashes as RECORD writes them, all by the names of files in the archive.
+
+    Attributes:
+        images: hash of each image.
+        archs: its architecture.
+        sources: hash of each source.
+        kernels: names of an image's kernels; None where they are not listed.
+        compiler: what is said to have compiled them.
+        options: with which options.
+    """
 
     images: Values
     archs: Values
     sources: Values
+    kernels: Mapping[str, list[str] | None]
+    compiler: object
+    options: object
 
 
 def check_manifests(facts: Facts) -> Iterator[str]:
-    """GPU code must be what the manifest beside it lists, made of the sources in the wheel."""
+    """GPU code must be what the manifest beside it lists, made of the sources in the wheel.
+
+    Others need not keep such a list, but theirs must be right as well.
+    """
     folders = {c.name.rpartition("/")[0] for c in facts.contents.values() if c.arch}
-    for folder in sorted(folders) if facts.policy else ():
+    for folder in sorted(folders):
         name = folder + MANIFEST
         sources = folder.rpartition("/")[0] + "/src"
-        if name not in facts.manifests:
-            yield f"{name}: is missing"
-        elif listed := _read(facts.manifests[name], folder, sources):
+        if name not in facts.kept:
+            if facts.policy:
+                yield f"{name}: is missing"
+        elif listed := _read(facts.kept[name], folder, sources):
             code = {c.name: c for c in _below(facts, folder) if c.arch}
             yield from _differences({n: c.digest for n, c in code.items()}, listed.images)
             yield from _differences({n: c.arch for n, c in code.items()}, listed.archs)
             there = {c.name: c.digest for c in _below(facts, sources)}
             yield from _differences(there, listed.sources)
-        else:
+            yield from (f"{name}: {what}" for what in _unread(facts, folder, listed))
+        elif facts.policy:
             yield f"{name}: is no manifest"
+
+
+def _unread(facts: Facts, folder: str, listed: Manifest) -> Iterator[str]:
+    """What the package, which compares options, would not take, and kernels that are not there."""
+    for name, kernels in listed.kernels.items():
+        there = elf.kernels(facts.kept.get(name, b"")) if name.endswith(".cubin") else kernels
+        if kernels is not None and sorted(there or ()) != sorted(kernels):
+            yield f"lists other kernels of {name} than it has"
+    script = facts.kept.get(folder.rpartition("/")[0] + "/compile.py")
+    options = modules.constant(script, "OPTIONS") if script else None
+    if options is None:
+        return
+    if not isinstance(listed.compiler, str):
+        yield "does not name the compiler"
+    if listed.options != list(options):
+        yield f"has options {listed.options}, the package asks for {list(options)}"
+
+
+def listed_kernels(text: bytes) -> set[str]:
+    """The kernels that a manifest lists; none where it is no manifest."""
+    listed = _read(text, "", "")
+    return {n for names in listed.kernels.values() for n in names or ()} if listed else set()
+
+
+def _kernels(entry: Mapping[str, Any]) -> list[str] | None:
+    """Functions that are called, which are listed too, have no registers of their own."""
+    if "kernels" not in entry:
+        return None
+    return [name for name, used in entry["kernels"].items() if used["registers"]]
 
 
 def _below(facts: Facts, folder: str) -> Iterator[Content]:
@@ -51,6 +98,9 @@ def _read(text: bytes, folder: str, sources: str) -> Manifest | None:
             images={name: _recorded(entry["sha256"]) for name, entry in files.items()},
             archs={name: entry["arch"] for name, entry in files.items()},
             sources={f"{sources}/{n}": _recorded(v) for n, v in listed["sources"].items()},
+            kernels={name: _kernels(entry) for name, entry in files.items()},
+            compiler=listed.get("compiler"),
+            options=listed.get("options"),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None

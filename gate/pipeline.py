@@ -287,7 +287,11 @@ def inspect(wheels: Sequence[str], base: Path) -> list[tuple[Wheel, auditing.Aud
     rules = policy.load(ROOT)
     with scratch("wheels") as folder:
         found = resolve(wheels, base=base, workdir=folder, option="WHEEL")
-        return [(wheel, auditing.audit(wheel, rules.audit_of(wheel.name))) for wheel in found]
+        runner = Runner()
+        return [
+            (wheel, auditing.audit(wheel, rules.audit_of(wheel.name), runner=runner))
+            for wheel in found
+        ]
 
 
 def machine(options: Options, display: Display) -> list[tuple[Target, Profile, list[str]]]:
@@ -346,9 +350,10 @@ def _candidates(
             own = rules.audit_of(wheel.name)
             # Only these claim to come from the source that is checked out.
             claimed = not options.wheels or (options.tag and options.tag_check)
-            audit = auditing.audit(wheel, own, source=ROOT if claimed else None)
+            audit = auditing.audit(wheel, own, source=ROOT if claimed else None, runner=runner)
             package = own.package if own else _only_package(wheel, audit)
-            phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}"
+            notes = f", {len(audit.notes)} notes: see `inspect`" if audit.notes else ""
+            phase.detail = f"{audit.members} files, sha256 {wheel.sha256[:16]}{notes}"
         foreign = wheel.name != canonicalize_name(str(rules.distribution))
         candidates.append(
             Candidate(wheel=wheel, audit=audit, package=package, report=report, foreign=foreign)

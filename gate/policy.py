@@ -11,11 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import Tag, parse_tag
 from packaging.utils import canonicalize_name
 
-from gate import targets
+from gate import project, targets
 from gate.errors import UsageFailure
 from gate.machine import PROFILES
+from gate.project import Project
 from gate.targets import Target
 
 if sys.version_info >= (3, 11):
@@ -38,12 +40,15 @@ class AuditPolicy:
             (``compute_121``).
         max_bytes: ceiling for the size of the wheel file.
         entry_points: the entry points it may declare, each as ``group:name``.
-        requires: exactly the requirements it declares; None where any may be.
+        requires: exactly the requirements it declares; None where they are those of
+            ``project``, or, without one, any.
         imports: the top-level modules its code may import besides the standard library and the
             package itself; None where that is not looked at.
         source: folder, relative to the repository, that mirrors the package; None where the
             wheel's files are not compared with a source tree.
         built: patterns of files that a build makes and the source tree may lack.
+        tags: the tags it must have; empty where any will do.
+        project: what ``[project]`` says, where it is about this distribution.
     """
 
     package: str
@@ -51,10 +56,12 @@ class AuditPolicy:
     cuda_archs: frozenset[str] = frozenset()
     max_bytes: int
     entry_points: frozenset[str] = frozenset()
-    requires: frozenset[str] | None = None
+    requires: frozenset[Requirement] | None = None
     imports: frozenset[str] | None = None
     source: str | None = None
     built: tuple[str, ...] = ()
+    tags: frozenset[Tag] = frozenset()
+    project: Project | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +170,29 @@ def load(root: Path) -> Policy:
     gate = _table(document.get("tool", {}), "gate", "tool")
     audits = _table(gate, "audit", "tool.gate")
     publish = _table(gate, "publish", "tool.gate")
+    own = _table(document, "project", "pyproject")
     return Policy(
         environments=targets.parse(_table(gate, "environments", "tool.gate"), root),
-        audits={canonicalize_name(name): _audit(audits, name) for name in audits},
+        audits={canonicalize_name(n): _audit(audits, n, _project(own, n, root)) for n in audits},
         publish={name: _publish(publish, name) for name in publish},
-        distribution=_table(document, "project", "pyproject").get("name"),
+        distribution=own.get("name"),
     )
 
 
-def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
+def _project(own: dict[str, Any], name: str, root: Path) -> Project | None:
+    if canonicalize_name(str(own.get("name"))) != canonicalize_name(name):
+        return None
+    try:
+        return project.parse(own, root)
+    except ValueError as error:
+        raise _bad("project", str(error)) from error
+
+
+def _audit(audits: dict[str, Any], name: str, own: Project | None) -> AuditPolicy:
     where = f"tool.gate.audit.{name}"
     table = _table(audits, name, "tool.gate.audit")
     known = {"package", "resources", "cuda-archs", "max-bytes", "entry-points", "source", "built"}
-    known |= {"requires", "imports"}
+    known |= {"requires", "imports", "tags"}
     _known(table, known, where)
     package, source = table.get("package"), table.get("source")
     max_bytes = table.get("max-bytes")
@@ -199,14 +216,23 @@ def _audit(audits: dict[str, Any], name: str) -> AuditPolicy:
         imports=frozenset(_strings(table, "imports", where)) if "imports" in table else None,
         source=source,
         built=_strings(table, "built", where),
+        tags=_tags(table, where),
+        project=own,
     )
 
 
-def _requirements(table: dict[str, Any], where: str) -> frozenset[str] | None:
+def _tags(table: dict[str, Any], where: str) -> frozenset[Tag]:
+    try:
+        return frozenset(tag for text in _strings(table, "tags", where) for tag in parse_tag(text))
+    except ValueError as error:
+        raise _bad(f"{where}.tags", f"are not like 'py3-none-any': {error}") from error
+
+
+def _requirements(table: dict[str, Any], where: str) -> frozenset[Requirement] | None:
     if "requires" not in table:
         return None
     try:
-        return frozenset(str(Requirement(text)) for text in _strings(table, "requires", where))
+        return frozenset(map(Requirement, _strings(table, "requires", where)))
     except InvalidRequirement as error:
         raise _bad(f"{where}.requires", str(error)) from error
 

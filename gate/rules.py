@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import re
-import stat
-import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from gate import distinfo, elf
-from gate.archive import Member
+from gate.code import check_code
 from gate.manifests import check_manifests
+from gate.members import check_headers, check_names, check_permissions
+from gate.own_imports import check_imports, check_own_imports, check_python, imported
+from gate.project import check_project, undeclared
+from gate.pythons import oldest
 from gate.scan import SCHEMES, Content, Facts, arch_key, data_scheme, info_identity
 
 STARTUP = ("sitecustomize", "usercustomize")
 STRAY = ("tests", "test", "gate", "ci", "benchmarks", "docs", "examples")
 _JUNK_PARTS = ("__pycache__", ".git", ".hg", ".svn", ".env", ".DS_Store", ".pypirc", ".netrc")
+_OF_INSTALLERS = (
+    "INSTALLER",
+    "REQUESTED",
+    "direct_url.json",
+    "provenance_url.json",
+    "uv_cache.json",
+)
 _JUNK_SUFFIXES = (".pyc", ".pyo", ".swp", "~")
 _PRIVATE_KEY = re.compile(rb"\s*-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----")
 _FATBIN_MAGIC = bytes.fromhex("50ed55ba")
+_LINUX = "x86_64|i686|aarch64|armv7l|ppc64le|ppc64|s390x|riscv64|loongarch64"
+# What warehouse, PyPI's own program, lets through.
+_PYPI_PLATFORM = re.compile(
+    rf"any|win32|win_(amd64|arm64|ia64)|manylinux(1|2010)_(x86_64|i686)|linux_armv[67]l"
+    rf"|(manylinux2014|manylinux_\d+_\d+|musllinux_\d+_\d+)_({_LINUX})"
+    r"|macosx_\d+_\d+_(\w+)|(ios|android|pyodide|pyemscripten)_\w+"
+)
 _ARCH_IN_NAME = re.compile(r"(sm|compute)_?(\d+[af]?)(?![0-9a-z])")
-_MAX_COMPONENT = 255
-# Control characters, line separators, and marks that change the direction of writing.
-_INVISIBLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
-_TRAILING = re.compile(r"[ .](/|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,110 +50,6 @@ class Rule:
     name: str
     check: Callable[[Facts], Iterator[str]]
     passed: Callable[[Facts], str]
-
-
-def check_names(facts: Facts) -> Iterator[str]:
-    """Members must be plain relative paths, each once, on any file system."""
-    seen: dict[str, Member] = {}
-    folders: set[str] = set()
-    for member in facts.members:
-        problem = _name_problem(member.name)
-        if problem:
-            yield f"{member.name}: {problem}"
-        path = member.name.removesuffix("/")
-        if path in seen:
-            yield f"{member.name}: is in the archive more than once"
-        seen[path] = member
-        folder = path if member.is_folder else path.rpartition("/")[0]
-        while folder and folder not in folders:
-            folders.add(folder)
-            folder = folder.rpartition("/")[0]
-    for path in sorted(folders & seen.keys()):
-        if not seen[path].is_folder:
-            yield f"{path}: is a file and a directory at once"
-    spelled: dict[str, str] = {}
-    for path in sorted(folders | seen.keys()):
-        other = spelled.setdefault(_folded(path), path)
-        if other != path:
-            yield f"{path}: is the same path as {other} where case or accents are ignored"
-
-
-def _folded(path: str) -> str:
-    if path.isascii():
-        return path.lower()
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
-
-
-def _name_problem(name: str) -> str | None:
-    parts = name.removesuffix("/").split("/")
-    if name.startswith("/") or ".." in parts:
-        return "leads out of the installation directory"
-    if "\\" in name or ":" in name:
-        return "has a backslash or a colon; on Windows that is another path"
-    if "" in parts or "." in parts:
-        return "is not a normalised path"
-    if _INVISIBLE.search(name):
-        return "has control characters in its name"
-    if any(len(part.encode()) > _MAX_COMPONENT for part in parts):
-        return f"has a name longer than {_MAX_COMPONENT} bytes"
-    if _TRAILING.search(name):
-        return "has a part that ends in a space or a dot; Windows drops it"
-    return None
-
-
-def check_permissions(facts: Facts) -> Iterator[str]:
-    """Files must be regular and readable by all, and nothing writable by all or setuid."""
-    for member in facts.members:
-        kind, bits = stat.S_IFMT(member.mode), stat.S_IMODE(member.mode)
-        if kind == stat.S_IFLNK:
-            yield f"{member.name}: is a symbolic link"
-            continue
-        if kind not in (0, stat.S_IFDIR if member.is_folder else stat.S_IFREG):
-            yield f"{member.name}: is a special file (mode {member.mode:#o})"
-        if member.is_folder and member.size:
-            yield f"{member.name}: is a directory with content"
-        if bits & 0o7002:
-            yield f"{member.name}: is setuid or writable by everyone (mode {bits:#o})"
-        elif member.mode and bits & 0o444 != 0o444 and (facts.policy or not _is_info(member)):
-            yield f"{member.name}: is not readable by everyone (mode {bits:#o})"
-
-
-def _is_info(member: Member) -> bool:
-    """Installers make their own copies of these, and builders leave them private."""
-    return member.name.partition("/")[0].endswith(".dist-info")
-
-
-def check_headers(facts: Facts) -> Iterator[str]:
-    """Header fields that no reader needs must still be ones a wheel builder writes."""
-    for member in facts.members:
-        if member.system not in (0, 3) or member.made_by not in range(10, 64):
-            yield f"{member.name}: made by unknown system {member.system}/{member.made_by}"
-        if member.internal not in (0, 1) or member.external & 0xFFFF & ~0x30:
-            yield f"{member.name}: unknown file attributes"
-    if facts.policy and facts.members:
-        yield from _odd_headers(facts)
-
-
-def _odd_headers(facts: Facts) -> Iterator[str]:
-    """One tool writes all headers of a wheel, so a header unlike the others was altered."""
-    common = _header(facts.members[0])
-    kinds: dict[bool, int] = {}
-    for member in facts.members:
-        if _header(member) != common or member.internal or member.external & 0xFFFF:
-            yield f"{member.name}: its header is unlike those of the other members"
-        if member.extra or member.is_folder:
-            yield f"{member.name}: has extra fields or is a directory entry"
-        if stat.S_IMODE(member.mode) & ~0o20 != 0o644:
-            yield f"{member.name}: has mode {stat.S_IMODE(member.mode):#o}, not 0644"
-        generated = member.name.startswith(f"{facts.info}/")
-        if member.name == f"{facts.info}/RECORD" and member.mode == 0o100664:
-            continue
-        if kinds.setdefault(generated, member.mode) != member.mode:
-            yield f"{member.name}: has mode {member.mode:#o}, others {kinds[generated]:#o}"
-
-
-def _header(member: Member) -> tuple[int, ...]:
-    return member.system, member.made_by, member.needed, member.flags & ~0x800, member.method
 
 
 def check_dist_info(facts: Facts) -> Iterator[str]:
@@ -154,12 +63,25 @@ def check_dist_info(facts: Facts) -> Iterator[str]:
     for document in ("METADATA", "WHEEL", "RECORD"):
         if f"{facts.info}/{document}" not in facts.contents:
             yield f"{document} is missing"
-    for document, text in facts.documents.items() if facts.policy else ():
-        if b"\r" in text:
-            yield f"{document}: has line endings other than \\n"
+    for document, text in facts.documents.items():
+        yield from _line_endings(facts, document, text)
     for top in facts.top_levels:
         if top.lower().endswith((".egg-info", ".egg")) or top == "EGG-INFO":
             yield f"{top}: a second record of what is installed"
+
+
+def _line_endings(facts: Facts, document: str, text: bytes) -> Iterator[str]:
+    """Where they are mixed, parsers split differently; a description may have any."""
+    if document == "METADATA":
+        text = re.split(rb"\r?\n\r?\n", text, maxsplit=1)[0]
+    if b"\r" not in text:
+        return
+    if text.rstrip(b"\r\n").count(b"\r\n") == max(map(text.rstrip(b"\r\n").count, (b"\r", b"\n"))):
+        facts.note("dist-info", f"{document}: has the line endings of Windows")
+    elif facts.policy:
+        yield f"{document}: has mixed line endings"
+    else:
+        facts.note("dist-info", f"{document}: has mixed line endings")
 
 
 def check_metadata(facts: Facts) -> Iterator[str]:
@@ -174,16 +96,26 @@ def check_metadata(facts: Facts) -> Iterator[str]:
         for requirement in _requirements(facts):
             if requirement.url:
                 yield f"Requires-Dist has a URL, which indexes refuse: {requirement}"
-        yield from _undeclared(facts.policy.requires, set(map(str, _requirements(facts))))
-        for file in (facts.metadata.license_files if facts.metadata else None) or ():
-            if f"{facts.info}/licenses/{file}" not in facts.contents:
-                yield f"License-File {file} is missing from {facts.info}/licenses"
+        if facts.policy.requires is not None:
+            yield from undeclared(facts.policy.requires, set(_requirements(facts)))
+    yield from _missing_licences(facts)
+    for classifier in (facts.metadata.classifiers if facts.metadata else None) or ():
+        if classifier.startswith("Private ::"):
+            yield from facts.judged("metadata", f"Classifier {classifier}: indexes refuse it")
 
 
-def _undeclared(declared: frozenset[str] | None, found: set[str]) -> Iterator[str]:
-    if declared is not None:
-        yield from (f"requires {one}, which is not declared" for one in sorted(found - declared))
-        yield from (f"does not require {one}, as declared" for one in sorted(declared - found))
+def _missing_licences(facts: Facts) -> Iterator[str]:
+    """Before Metadata-Version 2.4 no place was laid down for them."""
+    for file in (facts.metadata.license_files if facts.metadata else None) or ():
+        folder, name = f"{facts.info}/licenses", file.rpartition("/")[2]
+        if f"{folder}/{file}" in facts.contents:
+            continue
+        if {f"{facts.info}/{file}", f"{facts.info}/{name}"} & facts.contents.keys():
+            facts.note("metadata", f"License-File {file} is not in {folder}")
+        elif facts.policy:
+            yield f"License-File {file} is missing from {folder}"
+        else:
+            facts.note("metadata", f"License-File {file} is missing from {folder}")
 
 
 def _requirements(facts: Facts) -> list[Requirement]:
@@ -194,11 +126,29 @@ def check_wheel_file(facts: Facts) -> Iterator[str]:
     """WHEEL must agree with the tags and build number of the file name."""
     if "WHEEL" in facts.documents:
         yield from distinfo.wheel_findings(facts.documents["WHEEL"], facts.build, facts.tags)
+    yield from _tag_problems(facts)
     if facts.policy and all(tag.platform == "any" for tag in facts.tags):
         for content in facts.contents.values():
             processor = elf.host_machine(content.head)
             if processor:
                 yield f"{content.name}: machine code for {processor} in a wheel for any platform"
+
+
+def _tag_problems(facts: Facts) -> Iterator[str]:
+    declared = (facts.policy.tags if facts.policy else None) or facts.tags
+    yield from (
+        f"tag {tag} is declared but missing" for tag in sorted(map(str, declared - facts.tags))
+    )
+    pythons = facts.metadata.requires_python if facts.metadata else None
+    for tag in sorted(facts.tags - declared, key=str):
+        if tag.interpreter == "py2" and pythons and not pythons.contains("2.7"):
+            facts.note("wheel", f"tag {tag} is of no use with Requires-Python {pythons}")
+        else:
+            yield f"tag {tag} is not declared"
+    for platform in sorted({tag.platform for tag in facts.tags}):
+        if not _PYPI_PLATFORM.fullmatch(platform):
+            what = f"PyPI takes no files for the platform {platform}"
+            yield from facts.judged("wheel", what)
 
 
 def check_record(facts: Facts) -> Iterator[str]:
@@ -251,14 +201,6 @@ def check_entry_points(facts: Facts) -> Iterator[str]:
         yield f"{point}: is declared but missing"
 
 
-def check_imports(facts: Facts) -> Iterator[str]:
-    """Modules import the standard library, the package itself and what is declared."""
-    allowed = (facts.policy.imports if facts.policy else None) or frozenset()
-    for name, modules in facts.imports.items():
-        for module in sorted(modules - allowed):
-            yield f"{name}: imports {module}, which is not declared"
-
-
 def check_data(facts: Facts) -> Iterator[str]:
     """``.data`` folders install outside the package: known schemes only."""
     for name in facts.contents:
@@ -274,8 +216,10 @@ def check_data(facts: Facts) -> Iterator[str]:
 
 
 def check_junk(facts: Facts) -> Iterator[str]:
-    """No caches, repository folders, secrets or editors' leftovers."""
+    """No caches, repository folders, secrets, editors' leftovers or notes of installers."""
     for name, content in facts.contents.items():
+        if name.rpartition("/")[::2] in product(facts.infos, _OF_INSTALLERS):
+            yield f"{name}: is written by installers only"
         parts = name.split("/")
         if set(parts) & set(_JUNK_PARTS) or name.endswith(_JUNK_SUFFIXES):
             yield f"{name}: does not belong into a wheel"
@@ -367,6 +311,17 @@ def check_size(facts: Facts) -> Iterator[str]:
         yield f"{facts.file_size} bytes, more than the {facts.policy.max_bytes} allowed"
 
 
+def _has_project(facts: Facts) -> bool:
+    return facts.policy is not None and facts.policy.project is not None
+
+
+def _python_passed(facts: Facts) -> str:
+    minor = oldest(facts.metadata.requires_python) if facts.metadata else None
+    if minor is None or "python" in facts.notes:
+        return "not compared" if minor is None else "see the notes"
+    return f"nothing that Python 3.{minor} lacks"
+
+
 def _nothing(facts: Facts) -> Iterator[str]:
     return iter(())
 
@@ -383,12 +338,21 @@ RULES = (
         check=check_permissions,
         passed=lambda f: "regular files, readable by everyone",
     ),
-    Rule(name="headers", check=check_headers, passed=lambda f: "nothing unusual"),
+    Rule(
+        name="headers",
+        check=check_headers,
+        passed=lambda f: "unusual, but harmless" if "headers" in f.notes else "nothing unusual",
+    ),
     Rule(name="dist-info", check=check_dist_info, passed=lambda f: f"{f.info}"),
     Rule(
         name="metadata",
         check=check_metadata,
         passed=lambda f: f"valid, requires {', '.join(map(str, _requirements(f))) or 'nothing'}",
+    ),
+    Rule(
+        name="project",
+        check=check_project,
+        passed=lambda f: "as in pyproject.toml" if _has_project(f) else "not compared",
     ),
     Rule(
         name="wheel",
@@ -414,7 +378,21 @@ RULES = (
     Rule(
         name="imports",
         check=check_imports,
-        passed=lambda f: ", ".join(sorted(set().union(*f.imports.values()))) or "none of others",
+        passed=lambda f: ", ".join(imported(f)) or "none of others",
+    ),
+    Rule(
+        name="own-imports",
+        check=check_own_imports,
+        passed=lambda f: (
+            "not all found: see the notes"
+            if "own-imports" in f.notes
+            else f"{len(f.sources)} modules find what they import of each other"
+        ),
+    ),
+    Rule(
+        name="python",
+        check=check_python,
+        passed=_python_passed,
     ),
     Rule(
         name="data",
@@ -431,6 +409,11 @@ RULES = (
         name="cuda",
         check=check_cuda,
         passed=lambda f: f"embeds {', '.join(f.archs) or 'no GPU code'}",
+    ),
+    Rule(
+        name="code",
+        check=check_code,
+        passed=lambda f: "every kernel in every image" if f.archs else "no GPU code",
     ),
     Rule(
         name="manifest",

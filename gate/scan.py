@@ -12,14 +12,19 @@ from packaging.metadata import Metadata
 from packaging.tags import Tag
 from packaging.utils import BuildTag, parse_wheel_filename
 
-from gate import distinfo, elf, imports
+from gate import distinfo, elf
 from gate.archive import Archive, BadArchive, Member
 from gate.policy import AuditPolicy
 from gate.wheels import Wheel
 
 HEAD_BYTES = 8192
 MANIFEST = "/manifest.json"
-MANIFEST_BYTES = 4 * 1024**2
+MODULES = (".py", ".pyw")
+# What rules read whole, with a bound in bytes for each file and one for all of a wheel.
+KEPT = {".py": 4 << 20, ".pyw": 4 << 20, MANIFEST: 4 << 20, ".cubin": 64 << 20, ".ptx": 64 << 20}
+KEPT |= {".cu": 4 << 20, ".cuh": 4 << 20}
+KEPT_BYTES = 256 << 20
+LICENCE_BYTES = 1 << 20
 DOCUMENT_BYTES = 32 * 1024**2
 DOCUMENTS = ("METADATA", "WHEEL", "RECORD", "entry_points.txt")
 SCHEMES = ("purelib", "platlib", "headers", "scripts", "data")
@@ -52,9 +57,9 @@ class Facts:
         info: the folder that belongs to the wheel, or None.
         documents: METADATA, WHEEL, RECORD and entry_points.txt of ``info``, as far as present.
         rows: RECORD's rows.
-        imports: what each module imports from outside, where the policy limits it.
-        manifests: what lists GPU code, whole, by its name in the archive.
+        kept: what rules read whole, by its name in the archive.
         problems: findings made on the way, by rule.
+        notes: what is unusual and harmless, by rule.
     """
 
     wheel: Wheel
@@ -71,19 +76,36 @@ class Facts:
     metadata: Metadata | None = None
     rows: Mapping[str, distinfo.Row] = field(default_factory=dict)
     entry_points: frozenset[str] = frozenset()
-    imports: dict[str, frozenset[str]] = field(default_factory=dict)
-    manifests: dict[str, bytes] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict)
+    kept_bytes: int = 0
     problems: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
 
     def problem(self, rule: str, *what: str) -> None:
         """Note findings of a rule."""
         self.problems.setdefault(rule, []).extend(what)
 
+    def note(self, rule: str, *what: str) -> None:
+        """Note what speaks against a wheel no more than that it is unusual."""
+        self.notes.setdefault(rule, []).extend(what)
+
+    def judged(self, rule: str, *what: str) -> Iterator[str]:
+        """Findings; notes without a policy, where nobody knows whether they matter."""
+        if self.policy:
+            yield from what
+        elif what:
+            self.note(rule, *what)
+
     @property
     def unpacked(self) -> int:
         """Bytes of all files once unpacked."""
         return sum(content.size for content in self.contents.values())
+
+    @cached_property
+    def sources(self) -> dict[str, bytes]:
+        """The Python modules of the wheel, by their names in the archive."""
+        return {name: data for name, data in self.kept.items() if name.endswith(MODULES)}
 
     @cached_property
     def archs(self) -> tuple[str, ...]:
@@ -182,9 +204,11 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
         except BadArchive as error:
             facts.problem("zip", str(error))
     if "METADATA" in facts.documents:
-        metadata, strict = facts.documents["METADATA"], facts.policy is not None
-        facts.metadata, findings = distinfo.metadata_of(metadata, strict=strict)
+        metadata = distinfo.metadata_of(facts.documents["METADATA"])
+        facts.metadata, findings, newer = metadata
         facts.problem("metadata", *findings)
+        if newer:
+            facts.note("metadata", *newer)
     if "RECORD" in facts.documents:
         record = facts.documents["RECORD"]
         facts.rows, findings = distinfo.record_rows(record, f"{facts.info}/RECORD")
@@ -198,35 +222,42 @@ def _documents(facts: Facts, archive: Archive, by_name: Mapping[str, Member]) ->
 def _content(facts: Facts, archive: Archive, member: Member) -> Content:
     algorithm = distinfo.algorithm_of(facts.rows.get(member.name))
     digest, size, head = hashlib.new(algorithm), 0, b""
-    is_module = member.name.endswith((".py", ".pyw"))
-    kept = imports.SOURCE_BYTES if is_module and facts.policy else HEAD_BYTES
-    if member.name.endswith(MANIFEST):
-        kept = MANIFEST_BYTES
+    bound = _bound(facts, member)
+    parts = []
     for chunk in _chunks(facts, archive, member):
         digest.update(chunk)
         size += len(chunk)
-        if len(head) < kept:
-            head += chunk[: kept - len(head)]
-    if is_module:
-        _note_imports(facts, member.name, head)
-    if member.name.endswith(MANIFEST):
-        facts.manifests[member.name] = head
+        if len(head) < HEAD_BYTES:
+            head += chunk[: HEAD_BYTES - len(head)]
+        if size <= bound:
+            parts.append(chunk)
+    if 0 < bound < size:
+        what = f"{member.name}: {size} bytes, too large to be looked at"
+        facts.problem("size", *facts.judged("size", what))
+    elif bound:
+        facts.kept[member.name] = b"".join(parts)
+        facts.kept_bytes += size
     encoded = distinfo.encoded(algorithm, digest.digest())
-    return Content(name=member.name, size=size, digest=encoded, head=head[:HEAD_BYTES])
+    return Content(name=member.name, size=size, digest=encoded, head=head)
 
 
-def _note_imports(facts: Facts, name: str, source: bytes) -> None:
-    if facts.policy is None or facts.policy.imports is None:
-        return
-    try:
-        facts.imports[name] = imports.foreign(source, facts.policy.package)
-    except SyntaxError as error:
-        facts.problem("imports", f"{name}: is not Python: {error.msg} (line {error.lineno})")
+def _bound(facts: Facts, member: Member) -> int:
+    """How many bytes of a file rules want to read; 0 for none."""
+    if member.name.startswith(f"{facts.info}/") and _document(facts, member.name) is None:
+        bound = LICENCE_BYTES
+    else:
+        bound = next((most for end, most in KEPT.items() if member.name.endswith(end)), 0)
+    return bound and max(1, min(bound, KEPT_BYTES - facts.kept_bytes))
+
+
+def _document(facts: Facts, name: str) -> bytes | None:
+    folder, _, document = name.rpartition("/")
+    return facts.documents.get(document) if folder == facts.info else None
 
 
 def _chunks(facts: Facts, archive: Archive, member: Member) -> Iterator[bytes]:
-    folder, _, document = member.name.rpartition("/")
-    if folder == facts.info and document in facts.documents:
-        yield facts.documents[document]
+    document = _document(facts, member.name)
+    if document is not None:
+        yield document
     else:
         yield from archive.stream(member)

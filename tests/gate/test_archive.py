@@ -59,7 +59,11 @@ def test_streamed_members_pass(tmp_path: Path) -> None:
             target.writestr(info, source.read(info))
     pipe.file.close()
     assert b"PK\7\10" in path.read_bytes()
-    audit(as_wheel(path), POLICY)
+    assert audit(as_wheel(path), POLICY).notes == ()
+    size = local(path, "demo/__init__.py") + 22
+    audit(as_wheel(patch(path, size, "<L", len(b"answer = 42\n"))), POLICY)
+    rejects(patch(path, size, "<L", 5), "central directory disagree on size or CRC")
+    patch(path, size, "<L", 0)
     offset = path.read_bytes().index(b"PK\7\10")
     rejects(flip(path, offset + 6), "its data descriptor is missing or disagrees")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,11 @@ def test_a_wheel_without_policy_meets_the_generic_rules_only(tmp_path: Path) -> 
 def test_no_byte_can_be_flipped_unnoticed(tmp_path: Path) -> None:
     path = WheelBuilder().write(tmp_path)
     data = path.read_bytes()
+    assert audit(as_wheel(path), POLICY).notes == ()
     for offset in range(len(data)):
         flip(path, offset, 0xFF if offset % 3 else 1 << offset % 8)
-        with pytest.raises(WheelRejected):
-            audit(as_wheel(path), POLICY)
+        with suppress(WheelRejected):
+            assert audit(as_wheel(path), POLICY).notes, offset
         path.write_bytes(data)
 
 
@@ -86,7 +88,7 @@ def test_all_findings_are_listed_in_a_stable_order(tmp_path: Path) -> None:
     path = builder.write(tmp_path)
     found = findings(path)
     rules = [finding.partition(":")[0] for finding in found]
-    assert rules == ["permissions", *["headers"] * 2, *["top-level"] * 2, "junk", "resources"]
+    assert rules == ["permissions", *["top-level"] * 2, "junk", "resources"]
     assert findings(path) == found
 
 

@@ -92,3 +92,59 @@ def test_a_hash_that_is_none(tmp_path: Path) -> None:
     made = builder().add("demo/cubin/manifest.json", json.dumps(listed).encode())
     found = findings(made.write(tmp_path), POLICY)
     assert found == ["manifest: demo/cubin/manifest.json: is no manifest"]
+
+
+COMPILE = b'OPTIONS = ("--std=c++20", "--fmad=false")\n'
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ({"compiler": "NVRTC", "options": ["--std=c++20", "--fmad=false"]}, []),
+        ({"options": ["--std=c++20", "--fmad=false"]}, ["does not name the compiler"]),
+        ({"compiler": "NVRTC", "options": ["--std=c++20"]}, ["has options ['--std=c++20'], the"]),
+        ({"compiler": "NVRTC"}, ["has options None, the package asks for ['--std=c++20', '--fm"]),
+        ({}, ["does not name the compiler", "has options None"]),
+    ],
+)
+def test_what_the_package_reads(
+    tmp_path: Path, listed: dict[str, object], expected: list[str]
+) -> None:
+    made = builder().add("demo/compile.py", COMPILE)
+    text = json.dumps({**manifest(made), **listed})
+    path = made.add("demo/cubin/manifest.json", text.encode()).write(tmp_path)
+    if not expected:
+        audit(as_wheel(path), POLICY)
+        return
+    found = findings(path, POLICY)
+    assert len(found) == len(expected)
+    for one, part in zip(found, expected, strict=True):
+        assert one.startswith(f"manifest: demo/cubin/manifest.json: {part}")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ({"called": {"registers": 0}}, ""),
+        ({"step": {"registers": 8}}, "lists other kernels of demo/cubin/sm_90.cubin than it has"),
+        ({"step": 8}, "is no manifest"),
+        (["step"], "is no manifest"),
+    ],
+)
+def test_the_kernels_that_it_lists(tmp_path: Path, kernels: object, expected: str) -> None:
+    listed: Any = manifest(builder())
+    listed["files"]["sm_90.cubin"]["kernels"] = kernels
+    made = builder().add("demo/cubin/manifest.json", json.dumps(listed).encode())
+    path = made.write(tmp_path)
+    if expected:
+        assert f"manifest: demo/cubin/manifest.json: {expected}" in findings(path, POLICY)
+    else:
+        audit(as_wheel(path), POLICY)
+
+
+def test_of_other_wheels_only_what_is_wrong_is_said(tmp_path: Path) -> None:
+    audit(as_wheel(builder().write(tmp_path)))
+    audit(as_wheel(builder().add("demo/cubin/manifest.json", b'{"name": "app"}').write(tmp_path)))
+    made = add_manifest(builder()).drop("demo/src/flat.cuh")
+    found = findings(made.write(tmp_path), None)
+    assert found == ["manifest: demo/src/flat.cuh: is listed but missing"]

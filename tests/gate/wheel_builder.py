@@ -10,6 +10,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.utils import parse_wheel_filename
@@ -126,7 +127,7 @@ def as_wheel(path: Path) -> Wheel:
     )
 
 
-def findings(path: Path, policy: AuditPolicy | None = POLICY, **options: Path) -> list[str]:
+def findings(path: Path, policy: AuditPolicy | None = POLICY, **options: Any) -> list[str]:
     """What the audit says against a wheel that it must reject."""
     with pytest.raises(WheelRejected) as caught:
         audit(as_wheel(path), policy, **options)

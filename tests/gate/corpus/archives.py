@@ -275,11 +275,6 @@ def setuid_file(package: Package) -> None:
     package.modes["gefen/base.py"] = 0o104755
 
 
-@broken("audit", "headers: gefen/base.py: has mode 0o755, not 0644")
-def executable_file(package: Package) -> None:
-    package.modes["gefen/base.py"] = 0o100755
-
-
 @broken("audit", "permissions: gefen/pipe: is a special file")
 def named_pipe(package: Package) -> None:
     package.add("gefen/pipe", b"")

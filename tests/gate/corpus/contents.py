@@ -77,12 +77,12 @@ def directory_in_record(package: Package) -> None:
     package.edit_record = lambda record: record + b"gefen/kernels/,,\n"
 
 
-@broken("audit", "RECORD: has line endings other than")
+@broken("audit", "RECORD: has mixed line endings")
 def mixed_line_endings_in_record(package: Package) -> None:
     package.edit_record = lambda record: record.replace(b"\n", b"\r\n", 3)
 
 
-@broken("audit", "METADATA: has line endings other than")
+@broken("audit", "METADATA: has mixed line endings")
 def mixed_line_endings_in_metadata(package: Package) -> None:
     package.edit_info("METADATA", "\nVersion", "\r\nVersion")
 
@@ -142,7 +142,7 @@ def missing_licence(package: Package) -> None:
     del package.files[f"{package.info}/licenses/LICENSE"]
 
 
-@broken("audit", "metadata: requires requests, which is not declared")
+@broken("audit", "project: requires requests, which is not declared")
 def requirement_that_is_not_declared(package: Package) -> None:
     package.edit_info("METADATA", "Requires-Dist:", "Requires-Dist: requests\nRequires-Dist:")
 
@@ -153,7 +153,7 @@ def requirement_from_a_url(package: Package) -> None:
     package.edit_info("METADATA", "Requires-Dist:", f"{url}\nRequires-Dist:")
 
 
-@broken("audit", "metadata: does not require numpy, as declared")
+@broken("audit", "project: does not require numpy, as declared")
 def requirement_left_out(package: Package) -> None:
     package.edit_info("METADATA", "Requires-Dist: numpy\n", "")
 

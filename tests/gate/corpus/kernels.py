@@ -1,48 +1,63 @@
-"""Stands in for GPU code where a wheel was built without a compiler for it."""
+"""GPU code for wheels that were built without, and ways to change it so that all lists agree."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from threading import Lock
 
-from gate import policy
+from gate import kernels
 from gate.elf import cubin_arch
+from gate.runner import Runner
 from tests.gate.corpus.package import Package
-from tests.gate.wheel_builder import cubin, ptx
 
-IMAGES, SOURCES = "gefen/kernels/cubin", "gefen/kernels/src"
-FIRST_OF_NEW_ABI = 100
+_ONCE = Lock()
+IMAGES = "gefen/kernels/cubin"
+MANIFEST = f"{IMAGES}/manifest.json"
 
 
 def arm(package: Package, root: Path) -> None:
-    """Give a wheel that has no GPU code an image for each architecture that the policy asks for.
-
-    They have the headers of real ones, and a manifest, but no code.
-    """
+    """Give a wheel that has no GPU code what its build would have compiled."""
     if any(cubin_arch(data[:64]) for data in package.files.values()):
         return
-    images = {}
-    for arch in sorted(policy.load(root).audits["gefen-cuda"].cuda_archs):
-        name, data = _image(arch)
-        package.files[f"{IMAGES}/{name}"] = data
-        images[name] = {"arch": arch, "sha256": sha256(data), "kernels": {}}
-    sources = {
-        name.removeprefix(f"{SOURCES}/"): sha256(data)
-        for name, data in package.files.items()
-        if name.startswith(f"{SOURCES}/")
-    }
-    manifest = json.dumps({"compiler": "none", "files": images, "sources": sources})
-    package.files[f"{IMAGES}/manifest.json"] = manifest.encode()
+    with _ONCE:
+        package.files.update(_images(root))
 
 
-def _image(arch: str) -> tuple[str, bytes]:
-    number = int(arch.partition("_")[2])
-    if arch.startswith("compute_"):
-        return f"{arch}.ptx", ptx(f"sm_{number}")
-    is_new = number >= FIRST_OF_NEW_ABI
-    return f"{arch}.cubin", cubin(number << 8 if is_new else number, 8 if is_new else 7)
+@cache
+def _images(root: Path) -> dict[str, bytes]:
+    """Kept where the gate keeps them, so that only the first gate of all compiles."""
+    sources = {path.name: path.read_bytes() for path in (root / kernels.PACKAGE / "src").iterdir()}
+    with tempfile.TemporaryDirectory() as folder:
+        kernels.compile_again(sources, {}, Runner(), Path(folder))
+        tree = Path(folder) / "tree"
+        kernels.remember(tree)
+        made = (tree / kernels.IMAGES).iterdir()
+        return {f"{IMAGES}/{path.name}": path.read_bytes() for path in made}
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def edit(package: Package, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change an image or a source, and what the manifest says of it."""
+    path = next(path for path in package.files if path.endswith(f"/{name}"))
+    changed = change(package.files[path])
+    assert changed != package.files[path], f"nothing was changed in {name}"
+    package.files[path] = changed
+
+    def relist(listed: dict[str, dict[str, object]]) -> None:
+        digest = hashlib.sha256(changed).hexdigest()
+        if name in listed["sources"]:
+            listed["sources"][name] = digest
+        else:
+            listed["files"][name] = {**listed["files"][name], "sha256": digest}  # type: ignore[dict-item]
+
+    edit_manifest(package, relist)
+
+
+def edit_manifest(package: Package, change: Callable[..., None]) -> None:
+    listed = json.loads(package.files[MANIFEST])
+    change(listed)
+    package.files[MANIFEST] = json.dumps(listed).encode()

@@ -8,13 +8,17 @@ import zipfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 Edit = Callable[[bytes], bytes]
 
 
 def unchanged(data: bytes) -> bytes:
     return data
+
+
+def as_it_is(header: zipfile.ZipInfo) -> None:
+    pass
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Package:
         swapped: what is packed in place of what RECORD lists.
         extras: further members, also such with the names of others.
         edit_record: changes RECORD; with None there is no RECORD.
+        edit_header: changes the header of each member, once the others are applied.
         edit_archive: changes the finished file.
     """
 
@@ -51,6 +56,7 @@ class Package:
     swapped: dict[str, bytes] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
     edit_record: Edit | None = unchanged
+    edit_header: Callable[[zipfile.ZipInfo], None] = as_it_is
     edit_archive: Edit = unchanged
 
     @classmethod
@@ -104,6 +110,23 @@ class Package:
         self.filename = self.filename.replace(self.dist, dist)
         self.dist = dist
 
+    def add_folders(self) -> None:
+        """Add an entry for each folder, as tools do that pack folders."""
+        folders = {
+            str(parent) for name in [*self.files, self.record] for parent in PurePath(name).parents
+        }
+        for folder in sorted(folders - {"."}):
+            self.extras.insert(0, Extra(f"{folder}/", b""))
+            self.modes[f"{folder}/"] = 0o040755
+            self.methods[f"{folder}/"] = zipfile.ZIP_STORED
+
+    def edit_metadata(self, edit: Callable[[list[str]], list[str]]) -> None:
+        """Change the fields of METADATA, each a line, and leave the description as it is."""
+        name = f"{self.info}/METADATA"
+        fields, _, description = self.files[name].partition(b"\n\n")
+        lines = edit(fields.decode().splitlines())
+        self.files[name] = "\n".join(lines).encode() + b"\n\n" + description
+
     def add(self, name: str, data: bytes, *, listed: bool = True) -> None:
         self.extras.append(Extra(name, data, listed))
 
@@ -135,6 +158,7 @@ class Package:
         header.compress_type = self.methods.get(name, source.compress_type)
         if name in self.modes:
             header.external_attr = self.modes[name] << 16
+        self.edit_header(header)
         return header
 
 
