@@ -125,6 +125,15 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Put small faults into the sources and count those that tests notice; -- gate, --help."""
+    install(session, *GATE, NVRTC, "torch", "numpy", "pytest", "hypothesis", "cuda-bindings")
+    install(session, "editables", "cosmic-ray", "coverage")
+    install(session, "--no-deps", "--no-build-isolation", "--editable", ".")
+    session.run("python", "-m", "ci.mutants", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def gate_selftest(session: nox.Session) -> None:
     """Gate sabotaged wheels, each to be refused; -- takes parts of their names, or phases."""
     install(session, *GATE, NVRTC, "pytest")
