@@ -39,6 +39,17 @@ def another_version_in_the_package(package: Package) -> None:
     package.files["gefen/__init__.py"] += b'\n__version__ = "9.9"\n'
 
 
+@broken("audit", "project: Requires-Python is >=4, pyproject.toml says >=3.10")
+def for_another_python(package: Package) -> None:
+    package.edit_info("METADATA", "Requires-Python: >=3.10", "Requires-Python: >=4")
+
+
+@broken("audit", "wheel: tag py3-none-win_amd64 is not declared")
+def for_another_platform(package: Package) -> None:
+    package.filename = package.filename.replace("none-any", "none-win_amd64")
+    package.edit_info("WHEEL", "none-any", "none-win_amd64")
+
+
 @broken("audit", "wheel: tag py3-none-any is declared but missing")
 def tag_of_one_python(package: Package) -> None:
     package.filename = package.filename.replace("py3-", "py311-")
