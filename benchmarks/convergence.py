@@ -85,6 +85,12 @@ def hybrid(model: nn.Module, lr: float, **settings: Any) -> list[Stepper]:
     return [gefen.GefenMuonHybrid.from_model(model, lr=lr, **settings)]
 
 
+def control(model: nn.Module, lr: float, **settings: bool) -> list[Stepper]:
+    from controls import Control
+
+    return [Control(model.parameters(), lr, **settings)]
+
+
 # Name: the distribution that it needs, and what makes it.
 OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "adamw": ("torch", adamw),
@@ -100,6 +106,8 @@ VARIANTS: dict[str, tuple[str, Make]] = {
     "gefen-block": (OURS, partial(gefen, factored_v_2d=False)),
     "gefen-random": (OURS, partial(gefen, stochastic_round=True)),
     "gefen-refresh": (OURS, partial(gefen, codebook_refresh_every=50)),
+    "adamw-factored": (OURS, partial(control, factored=True)),
+    "adamw-quantised": (OURS, partial(control, quantised=True)),
     "hybrid-tuned3": (OURS, partial(hybrid, ns_schedule="tuned3")),
     "hybrid-tuned4": (OURS, partial(hybrid, ns_schedule="tuned4")),
     "hybrid-block": (OURS, partial(hybrid, backup_factored_v_2d=False)),
