@@ -13,8 +13,8 @@ class Control(torch.optim.Optimizer):
     """AdamW without weight decay, in float32.
 
     ``factored`` keeps the second moments of a matrix as means of its rows and columns.
-    ``quantised`` keeps momentum in one byte: the nearest entry of Gefen's fixed codebook, and
-    the largest magnitude of a row.
+    ``quantised`` keeps a matrix's momentum in one byte an element: the nearest entry of Gefen's
+    fixed codebook, and the largest magnitude of each row. Vectors keep theirs in float32.
     """
 
     def __init__(

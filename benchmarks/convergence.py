@@ -105,6 +105,7 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {
 VARIANTS: dict[str, tuple[str, Make]] = {
     "gefen-block": (OURS, partial(gefen, factored_v_2d=False)),
     "gefen-random": (OURS, partial(gefen, stochastic_round=True)),
+    "gefen-vectors": (OURS, partial(gefen, force_1d_period_one=True)),
     "gefen-refresh": (OURS, partial(gefen, codebook_refresh_every=50)),
     "adamw-factored": (OURS, partial(control, factored=True)),
     "adamw-quantised": (OURS, partial(control, quantised=True)),
