@@ -181,22 +181,16 @@ class _Reader(ast.NodeVisitor):
         self._within(node.body, optional=is_for_types(node))
         self._within(node.orelse, optional=False)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    def visit_FunctionDef(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    ) -> None:
         self._bind(node.name)
         self._alias(node.name, None)
         self._inner += 1
         self.generic_visit(node)
         self._inner -= 1
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.visit_FunctionDef(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._bind(node.name)
-        self._alias(node.name, None)
-        self._inner += 1
-        self.generic_visit(node)
-        self._inner -= 1
+    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef
 
     def visit_Global(self, node: ast.Global) -> None:
         self._module.names.update(node.names)

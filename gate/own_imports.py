@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from types import ModuleType
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,6 +16,7 @@ from gate.scan import Facts
 # Of more, it would take minutes to find what an old Python lacks.
 _MOST_BYTES = 8 << 20
 _MACHINE_CODE = (".so", ".pyd")
+_MODULE = ModuleType("any")
 
 
 def check_imports(facts: Facts) -> Iterator[str]:
@@ -124,8 +126,20 @@ class _Tree:
             base = _base(PurePosixPath(place), found) if found else None
             target = ".".join([base or "", *(found.names if found else ())])
             # Of what is no module, the attributes are not known.
-            if base and target in self.modules and not self._has(target, name, set()):
+            if not base or target not in self.modules or self._is_hidden(target):
+                continue
+            if not self._has(target, name, set()):
                 yield line, f"uses {alias}.{name}, but {target} has no {name}"
+
+    def _is_hidden(self, dotted: str) -> bool:
+        """Whether its package gives the name of a module to something else."""
+        package, _, name = dotted.rpartition(".")
+        module = self.modules.get(package)
+        if module is None or name not in module.names:
+            return False
+        found = module.aliases.get(name)
+        base = _base(_place(package, is_package=True), found) if found else None
+        return ".".join([base or "", *(found.names if found else ())]) != dotted
 
     def _exists(self, dotted: str) -> bool:
         """Machine code can hold modules that no file is called after."""
@@ -144,9 +158,7 @@ class _Tree:
         return any(self._star(dotted, f, name, seen) for f in module.imports if "*" in f.names)
 
     def _star(self, dotted: str, found: Import, name: str, seen: set[str]) -> bool:
-        is_package = dotted in self._folders
-        place = PurePosixPath(*dotted.split("."), *(["__init__.py"] if is_package else []))
-        base = _base(place, found)
+        base = _base(_place(dotted, is_package=dotted in self._folders), found)
         if base is None or base.partition(".")[0] not in self._tops:
             return True
         return base not in seen and self._has(base, name, seen)
@@ -154,15 +166,11 @@ class _Tree:
 
 def _is_given(name: str) -> bool:
     """Python itself gives every module some."""
-    return name in (
-        "__name__",
-        "__file__",
-        "__path__",
-        "__doc__",
-        "__spec__",
-        "__package__",
-        "__loader__",
-    )
+    return hasattr(_MODULE, name) or name in ("__file__", "__path__", "__cached__")
+
+
+def _place(dotted: str, *, is_package: bool) -> PurePosixPath:
+    return PurePosixPath(*dotted.split("."), *(["__init__.py"] if is_package else []))
 
 
 def _dotted(path: PurePosixPath) -> str:

@@ -8,8 +8,10 @@ from gate.audit import audit
 from tests.gate.wheel_builder import POLICY, WheelBuilder, as_wheel, findings
 
 FILES = {
-    "demo/sub/__init__.py": "from .leaf import *\nfrom . import leaf as twig\n",
+    "demo/sub/__init__.py": "from .leaf import *\nfrom . import leaf, leaf as twig\n",
     "demo/sub/leaf.py": "value = 1\nfor item in (): pass\ndef f():\n  global late\n  late = 1\n",
+    "demo/hides/__init__.py": "from .driver import driver\n",
+    "demo/hides/driver.py": "driver = make()\n",
     "demo/lazy.py": "def __getattr__(name): ...\n",
     "demo/fills.py": "globals()['x'] = 1\n",
     "demo/outside.py": "from os import *\n",
@@ -26,6 +28,8 @@ def wheel(folder: Path, code: str, name: str = "demo/a.py") -> Path:
 
 
 FINE = [
+    "from demo.hides import driver\ndriver.active\n",
+    "from demo.lazy import anything\nfrom demo import sub\nsub.__dict__, sub.__class__\n",
     "import demo.sub.leaf as leaf\nfrom demo.sub.leaf import value, item, late, f\n",
     "from demo.sub import leaf, twig, value\nfrom . import sub\nfrom .sub import *\n",
     "from demo.lazy import anything\nfrom demo.fills import x\nfrom demo.outside import path\n",
@@ -47,7 +51,7 @@ FINE = [
 def test_what_the_wheel_holds(tmp_path: Path, code: str) -> None:
     result = audit(as_wheel(wheel(tmp_path, code)), POLICY)
     assert not [note for note in result.notes if note.startswith("own-imports")]
-    assert "own-imports: 7 modules find what they import of each other" in result.checks
+    assert "own-imports: 9 modules find what they import of each other" in result.checks
 
 
 WRONG = {
