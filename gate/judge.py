@@ -242,15 +242,7 @@ def _faults_of(start: Start, rank: Rank, failed: bool) -> Iterator[str]:
     yield from finished.get("identity", ["it gave no proof of its identity"])
     yield from (f"importing the package {effect}" for effect in finished.get("effects", []))
     yield from (f"the package {what}" for what in finished.get("tampering", []))
-    canary = rank.results.get(start.canary, Verdict(verdict="did not run"))
-    # Who stops at the first failure does not get to the last test, and ranks end with the first.
-    cut = canary.verdict == "did not run" and (failed or rank.running)
-    if not cut and not canary.verdict.startswith("failed: "):
-        yield f"A test that must fail did not come back as failed: {canary.verdict}."
-    elif not cut and finished.get("exitstatus") != CANARY_FAILED:
-        yield f"pytest ended with {finished.get('exitstatus')}"
-    if not rank.exited and (start.world == 1 or not failed):
-        yield "The process did not reach its end: its exit was forced or had to be."
+    yield from canary_problems(start, rank, failed=failed)
 
 
 def _end(
@@ -343,14 +335,20 @@ def stacks(file: Path) -> str:
     return "\n".join(kept).strip()
 
 
-def canary_problems(
-    folder: Path, rank: int, canary: str, finished: Mapping[str, Any]
-) -> Iterator[str]:
-    """What speaks against the records of a process, given that its last test must fail."""
-    found = from_junit(folder / f"junit-{rank}.xml").get(canary, Verdict(verdict="did not run"))
-    if not found.verdict.startswith("failed: ") or finished.get("exitstatus") != CANARY_FAILED:
-        yield f"A test that must fail did not come back as failed: {found.verdict}."
-    if records.read_json(folder / f"exited-{rank}.json", dict) is None:
+def canary_problems(start: Start, rank: Rank, *, failed: bool = False) -> Iterator[str]:
+    """What speaks against the records of a process, given that its last test must fail.
+
+    Args:
+        failed: whether other tests failed; who stops at the first does not get to the last one.
+    """
+    canary = rank.results.get(start.canary, Verdict(verdict="did not run"))
+    # Ranks end with the first of them that stops.
+    cut = canary.verdict == "did not run" and (failed or rank.running)
+    if not cut and not canary.verdict.startswith("failed: "):
+        yield f"A test that must fail did not come back as failed: {canary.verdict}."
+    elif not cut and rank.finished and rank.finished.get("exitstatus") != CANARY_FAILED:
+        yield f"pytest ended with {rank.finished.get('exitstatus')}"
+    if not rank.exited and (rank.alone or not failed):
         yield "The process did not reach its end: its exit was forced or had to be."
 
 

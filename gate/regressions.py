@@ -129,7 +129,8 @@ def collect(
         raise RegressionFailed(
             f"The regression tests cannot be collected: {how}.\n{_details(folder, outcome)}"
         )
-    for problem in judging.canary_problems(folder, 0, _node(canary), finished):
+    start = Start(label="identity", world=1, folder=folder, canary=_node(canary))
+    for problem in judging.canary_problems(start, judging.read_rank(start, 0)):
         raise IdentityMismatch(problem, cause=TAMPERS)
     if changed:
         raise IdentityMismatch(f"{changed[0]} was changed by the test process.", cause=TAMPERS)

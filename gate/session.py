@@ -166,9 +166,9 @@ class Session:
         if settings.only:
             all_runs = parts.plan(profile, machine, inventory.tests, 1)
             return parts.only(all_runs, settings.only, inventory.tests)
-        quick_first = settings.fail_fast
         return parts.plan(
-            profile, machine, inventory.tests, settings.processes, quick_first=quick_first
+            *(profile, machine, inventory.tests, settings.processes),
+            quick_first=settings.fail_fast,
         )
 
     def _judgements(
